@@ -20,11 +20,11 @@ GRADIENT_AGREEMENT = 0.25
 NOISE_FLOORS = 4.0
 """A difference of at most this many noise floors is still noise."""
 
-NOTHING_IN_COMMON = 1.0
+NOISE_LIMIT = 1.0
 """Gradients this far from FP32's, in norms of FP32's, are no nearer than zeros. Rounded weights may move FP32 itself
 this far, as in a BatchNorm of two nearly equal values. FP32's gradients are then noise, and no distance counts."""
 
-GRADIENT_DOUBT = 0.1
+GRADIENT_WARNING = 0.1
 """Gradients further from FP32's than this share of their norm, and far beyond the noise floor, are worth a warning."""
 
 BEYOND_NOISE = 16.0
@@ -56,7 +56,7 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
     ``floor`` is the FP32 replay on weights rounded to half; None if it was not needed or did not run.
     """
     noise = (floor.gradient_distance or 0.0) if floor else 0.0
-    limit = max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise) if noise < NOTHING_IN_COMMON else math.inf
+    limit = max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise) if noise < NOISE_LIMIT else math.inf
     return (low.gradient_distance or 0.0) <= limit and losses_agree(low, fp32, floor)
 
 
@@ -75,7 +75,7 @@ def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:
     floor is smaller than half's own rounding: it shows nothing then."""
     noise, distance = (floor.gradient_distance or 0.0) if floor else 0.0, low.gradient_distance or 0.0
     is_known = noise >= 2.0 ** -(FORMATS.get(low.dtype, FLOAT16).precision + 2)
-    return is_known and distance > max(GRADIENT_DOUBT, BEYOND_NOISE * noise)
+    return is_known and distance > max(GRADIENT_WARNING, BEYOND_NOISE * noise)
 
 
 def keeps_its_gradients(low: Replay) -> bool:

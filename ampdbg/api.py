@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdbg.errors import AmpdbgError, PatchError
-from ampdbg.given import Changes, Given, RunSettings, read_given
+from ampdbg.given import Changes, CommandInput, RunSettings, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.quantities import byte_count
 from ampdbg.record.file import latest_record, of_rank, read_record
@@ -45,14 +45,14 @@ _one_run = threading.RLock()
 
 
 def scan(
-    config: str | Path | Given, *, replays: int = 2, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]
+    config: str | Path | CommandInput, *, replays: int = 2, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]
 ) -> Record:
     """Train the workload, watch every step and explain the failure.
 
     It replays at most ``replays`` failing steps of each kind. An interrupt ends the run early: the record holds
     the steps before it, with ``interrupted`` set.
     """
-    checked = _given(config, changes).run_by("scan")
+    checked = _given(config, changes).config_for("scan")
     observer.start(checked.train.steps)
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
@@ -158,7 +158,7 @@ def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_modul
     return run_it(given, emulate=emulate)
 
 
-def replay(capture: str | Path | Given, *, script: str = "", observer: Observer = UNOBSERVED) -> Record:
+def replay(capture: str | Path | CommandInput, *, script: str = "", observer: Observer = UNOBSERVED) -> Record:
     """Replay a captured step in its own script, and explain what fails and how often.
 
     The script restarts in a separate process, which ends in the middle of its second step or a later one.
@@ -170,11 +170,11 @@ def replay(capture: str | Path | Given, *, script: str = "", observer: Observer 
     Raises:
         CaptureError: the capture or its script cannot be used.
     """
-    given = capture if isinstance(capture, Given) else read_given(capture, None, script)
+    given = capture if isinstance(capture, CommandInput) else read_given(capture, None, script)
     return with_listings(_with_capture(given, observer, "replay").record)
 
 
-def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **options: Any) -> Suggestion:
+def _with_capture(given: CommandInput, observer: Observer, command: CaptureCommand, **options: Any) -> Suggestion:
     from ampdbg.proof.processes import fresh_process
 
     assert given.capture is not None
@@ -184,7 +184,7 @@ def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **o
         return done_with(CaptureJob(command, given.capture, given.script, **options), process, observer)
 
 
-def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
+def ranges(config: str | Path | CommandInput, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
     """Measure the ranges of one step, by default the first; ``steps`` selects another, counted from 1.
 
     The steps before it train as configured. The step itself runs in bfloat16, so that one overflow does not hide
@@ -205,7 +205,7 @@ def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **cha
 
 
 def bisect(
-    config: str | Path | Given | None = None,
+    config: str | Path | CommandInput | None = None,
     *,
     module: str | Path | None = None,
     strategy: Strategy = "guided",
@@ -223,7 +223,7 @@ def bisect(
         config: a config, a record, or the capture of a script's failing step.
         module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
             arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
-        strategy: ``guided`` starts from what overflows, ``ddmin`` searches the module tree without that.
+        strategy: ``guided_search`` starts from what overflows, ``ddmin`` searches the module tree without that.
         max_trials: the most trials to run.
     """
     given = _given(config, changes, module)
@@ -239,7 +239,7 @@ def bisect(
 
 
 def cost(
-    config: str | Path | Given,
+    config: str | Path | CommandInput,
     *,
     memory: int | str | None = None,
     observer: Observer = UNOBSERVED,
@@ -255,7 +255,7 @@ def cost(
         memory: find the largest batch that fits into it at each level, by doubling: bytes, or text such as "16GiB".
     """
     given = _given(config, changes)
-    checked = given.run_by("cost")
+    checked = given.config_for("cost")
     budget = byte_count(memory) if isinstance(memory, str) else memory
     observer.start(checked.train.steps)
     from ampdbg.costs.levels import compare
@@ -265,7 +265,7 @@ def cost(
 
 
 def suggest_fp32(
-    config: str | Path | Given | None = None,
+    config: str | Path | CommandInput | None = None,
     *,
     form: Form = "diff",
     verify: bool = True,
@@ -292,7 +292,7 @@ def suggest_fp32(
         PatchError: the files cannot be written; none was. ``record`` of the error is the record.
     """
     taken = latest_record() if config is None else config
-    given = taken if isinstance(taken, Given) else read_given(taken, takes_weights=True, **changes)
+    given = taken if isinstance(taken, CommandInput) else read_given(taken, takes_weights=True, **changes)
     searching: dict[str, Any] = {"form": form, "verify": verify, "strategy": strategy, "max_trials": max_trials}
     if given.capture is not None:
         found = _with_capture(given, observer, "suggest-fp32", **searching)
@@ -324,7 +324,7 @@ def suggest_fp32(
     return record
 
 
-def _start(given: Given, script: ScriptRun, *, emulate: bool) -> Start:
+def _start(given: CommandInput, script: ScriptRun, *, emulate: bool) -> Start:
     from ampdbg.script.capture import Capture, start_in_this_folder
     from ampdbg.script.launch import Start
 
@@ -334,8 +334,10 @@ def _start(given: Given, script: ScriptRun, *, emulate: bool) -> Start:
     return start_in_this_folder(Path(given.name), given.script, known)
 
 
-def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:
-    return config if isinstance(config, Given) else read_given(config, module, **changes)
+def _given(
+    config: str | Path | CommandInput | None, changes: Changes, module: str | Path | None = None
+) -> CommandInput:
+    return config if isinstance(config, CommandInput) else read_given(config, module, **changes)
 
 
 @contextlib.contextmanager

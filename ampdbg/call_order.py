@@ -77,7 +77,7 @@ class GradientState:
         used: the scaler's step has used or withheld them, and they are still there.
         piled: the backward pass that added scaled gradients to gradients that a step had unscaled and used.
         plain: the first backward pass that wrote them, if every pass that did is plain (:attr:`Call.is_plain`).
-        is_of_several: a pass that is not plain has written them.
+        has_scaled_pass: a pass that is not plain has written them.
     """
 
     scaled: Call | None = None
@@ -90,9 +90,9 @@ class GradientState:
     stale: Call | None = None
     by_hand: bool = False
     used: bool = False
-    piled: Call | None = None
+    added_after_use: Call | None = None
     plain: Call | None = None
-    is_of_several: bool = False
+    has_scaled_pass: bool = False
 
 
 @dataclass
@@ -190,13 +190,13 @@ def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
 
 def _written(held: GradientState, call: Call) -> Iterator[Hit]:
     if held.used and not held.kept and call.actor:
-        held.piled = call
+        held.added_after_use = call
     held.used = False
     if held.kept:
         held.stale = call
     if not call.actor:
-        held.is_of_several |= not call.is_plain
-        held.plain = None if held.is_of_several else held.plain or call
+        held.has_scaled_pass |= not call.is_plain
+        held.plain = None if held.has_scaled_pass else held.plain or call
         held.scaled = None
         held.half = call if "float16" in call.lowered_to else held.half
         return
@@ -205,7 +205,7 @@ def _written(held: GradientState, call: Call) -> Iterator[Hit]:
         held.unscaled, held.accumulated = None, True
     held.mixed = held.updated is not None
     held.scaled, held.by_hand = call, False
-    held.plain, held.is_of_several = None, True
+    held.plain, held.has_scaled_pass = None, True
 
 
 def _grad(order: CallOrder, call: Call) -> Iterator[Hit]:
@@ -238,10 +238,10 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
             yield Hit(UNSCALED_LOSS, held.plain)
         if call.skipped and held.stale is not None:
             yield Hit("misuse-stale-gradients", held.stale)
-        if held.piled is not None:
+        if held.added_after_use is not None:
             order.doubtful.add(index)
-            if index in held.piled.added:
-                yield Hit("misuse-accumulate", held.piled)
+            if index in held.added_after_use.added:
+                yield Hit("misuse-accumulate", held.added_after_use)
         order.gradients[index] = GradientState(kept=call.skipped, used=True)
         progress = order.progress[index]
         progress.by_scaler, progress.bare = True, None

@@ -57,7 +57,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class Given:
+class CommandInput:
     """The input of a command.
 
     ``name`` is what the user typed, quoted for a shell. ``config`` includes the ``changes``. ``record`` is the record
@@ -80,7 +80,7 @@ class Given:
         pairs += [("--script", shlex.join(self.script))] if self.script else []
         return " ".join([self.name, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])
 
-    def run_by(self, command: str) -> Config:
+    def config_for(self, command: str) -> Config:
         """Return the config, for a command that runs one.
 
         Raises:
@@ -102,7 +102,7 @@ def read_given(
     *,
     takes_weights: bool = False,
     **changes: Unpack[Changes],
-) -> Given:
+) -> CommandInput:
     """Read the config or the module file; exactly one must be given.
 
     A ``config`` may be a record (``.json``); its config is used. Paths in it are relative to the folder where the
@@ -122,7 +122,7 @@ def read_given(
             raise ConfigError(f"got both {config} and --module {module}; {EITHER}")
         from ampdbg.workload.targets import config_of_module_file
 
-        return Given(f"--module {_quoted(module)}", changes, config_of_module_file(Path(module), overrides))
+        return CommandInput(f"--module {_quoted(module)}", changes, config_of_module_file(Path(module), overrides))
     path = _path_of(config)
     record = read_record(path) if path.suffix == ".json" else None
     captures = record.captures if record is not None else ()
@@ -134,7 +134,7 @@ def read_given(
         return _of_script(_quoted(path), None, script, changes, record)
     if script:
         raise ConfigError(f"got --script with {path}; it goes with a capture, which ampdbg run writes")
-    return Given(_quoted(path), changes, _config(path, record, overrides), record)
+    return CommandInput(_quoted(path), changes, _config(path, record, overrides), record)
 
 
 def _path_of(config: str | Path | None) -> Path:
@@ -151,7 +151,9 @@ def _path_of(config: str | Path | None) -> Path:
     return path
 
 
-def _of_script(name: str, capture: Path | None, script: str, changes: Changes, record: Record | None = None) -> Given:
+def _of_script(
+    name: str, capture: Path | None, script: str, changes: Changes, record: Record | None = None
+) -> CommandInput:
     given = [f"--{key}" for key in _named(**changes)]
     if changes.get("overrides"):
         given.append("--set")
@@ -167,7 +169,7 @@ def _of_script(name: str, capture: Path | None, script: str, changes: Changes, r
         raise ConfigError(f"--script {shlex.quote(script)}: {str(error).lower()}") from None
     from ampdbg.config.schema import Precision, config_of_script
 
-    return Given(name, changes, config_of_script(Precision()), record, capture, started)
+    return CommandInput(name, changes, config_of_script(Precision()), record, capture, started)
 
 
 def _no_capture(name: str, record: Record, script: ScriptRun) -> str:

@@ -109,7 +109,7 @@ FILLS = _names("fill index_fill masked_fill")
 WRITTEN_OUT = _names("lift_fresh")
 """Ops that return a constant written in the code, in ``x[mask] = -1e9`` too. It is rounded before the op."""
 
-EXCHANGES = _names("c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor symm_mem")
+COLLECTIVES = _names("c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor symm_mem")
 """Namespaces of ops between processes: all processes must run them, and the result may come from another process."""
 
 ALLOCATES = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_")
@@ -124,7 +124,7 @@ CREATES = _names(
 )
 """Functions that make a tensor, or a description of one, without the values of another tensor."""
 
-KEEPS_THE_REST = _names("_ctc_loss")
+RETURNS_SAVED_VALUES = _names("_ctc_loss")
 """Ops with one loss a sample as their first output. Their other outputs are for their own backward pass."""
 
 TENSOR_METHODS = PRODUCTS | _names(

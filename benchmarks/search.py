@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import AtomTree, Result, Trials, atom_tree, delta_debug, guided
+from ampdbg.search.strategies import AtomTree, Result, Trials, atom_tree, delta_debug, guided_search
 
 BLOCK = ("", ".norm1", ".attn", ".attn.qkv", ".attn.out", ".norm2", ".mlp", ".mlp.up", ".mlp.act", ".mlp.down")
 """The modules of a transformer's block."""
@@ -34,9 +34,9 @@ class Strategy:
 
 
 STRATEGIES = {
-    "guided": Strategy(lambda trials, culprits, false: guided(trials, culprits), lambda n, k: 2 * k + 3),
+    "guided": Strategy(lambda trials, culprits, false: guided_search(trials, culprits), lambda n, k: 2 * k + 3),
     f"guided, {FALSE} false": Strategy(
-        lambda trials, culprits, false: guided(trials, [*culprits, *false]), lambda n, k: 2 * k + 3 + FALSE
+        lambda trials, culprits, false: guided_search(trials, [*culprits, *false]), lambda n, k: 2 * k + 3 + FALSE
     ),
     "ddmin": Strategy(lambda trials, culprits, false: delta_debug(trials), lambda n, k: int(3 * k * math.log2(n)) + 10),
 }

@@ -14,7 +14,7 @@ from ampdbg.record.run import Environment, Record, Step, TensorCounts, Unseen
 from ampdbg.report.formats import FORMATS, written
 from ampdbg.report.pins import pins_yaml
 from ampdbg.report.suggestion import content
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.report.bisections import FOUND, TRIALS
 from tests.report.records import ENVIRONMENT, overflow, run, skipped_step
 
@@ -70,7 +70,7 @@ def searched(text: str) -> Record:
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_no_format_lets_a_name_out_of_its_place(format_: str, make: object, text: str) -> None:
     record = make(text)  # type: ignore[operator]
-    drawn = written(record, Typed(text, text, "/home/me"), Look(80, color=False, unicode=True), format_)
+    drawn = written(record, CommandContext(text, text, "/home/me"), Look(80, color=False, unicode=True), format_)
     assert all(line.isprintable() for line in drawn.splitlines())
     assert not any(line.startswith("✓ Healthy") for line in drawn.split("\n"))
     drawn.encode("utf-8")
@@ -82,7 +82,9 @@ def test_an_escape_is_shown_as_python_writes_it() -> None:
 
 
 def test_markup_is_text() -> None:
-    text = written(record_of("[bold]net[/bold] :smile:"), Typed(), Look(200, color=False, unicode=True), "text")
+    text = written(
+        record_of("[bold]net[/bold] :smile:"), CommandContext(), Look(200, color=False, unicode=True), "text"
+    )
     assert "bmm in [bold]net[/bold] :smile:" in text
 
 

@@ -15,11 +15,11 @@ from typing import TextIO
 
 from ampdbg.errors import AmpdbgError, RecordError, reason_of
 from ampdbg.files import replace_file
-from ampdbg.given import Given
+from ampdbg.given import CommandInput
 from ampdbg.record.file import add_record, write_atomically, write_latest, write_record
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
-from ampdbg.report.view import Look, Order, Typed
+from ampdbg.report.view import CommandContext, Look, Order
 
 from .interrupts import interrupts_held
 from .options import RunOptions
@@ -28,9 +28,9 @@ PLAIN_WIDTH = 80
 MAX_WIDTH = 140
 
 
-def typed_as(given: str, written: Path | None, *, verbose: bool = False) -> Typed:
+def typed_as(given: str, written: Path | None, *, verbose: bool = False) -> CommandContext:
     """Return what a report needs of the command: ``given`` as typed, and where its record was written."""
-    return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), verbose=verbose)
+    return CommandContext(given, shlex.quote(str(written)) if written else "", str(Path.cwd()), verbose=verbose)
 
 
 PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
@@ -214,7 +214,7 @@ def _handed_over(record: Record, beside: Path) -> Path | None:
     return file
 
 
-def with_page(saved: Saved, record: Record, typed: Typed, file: Path | None) -> Saved:
+def with_page(saved: Saved, record: Record, typed: CommandContext, file: Path | None) -> Saved:
     """Write the HTML page to the requested file; a failure is kept, so that the report is still printed."""
     if file is not None:
         try:
@@ -226,7 +226,7 @@ def with_page(saved: Saved, record: Record, typed: Typed, file: Path | None) -> 
 
 def show(
     record: Record,
-    given: Given,
+    given: CommandInput,
     stdout: TextIO,
     *,
     run: RunOptions,

@@ -24,7 +24,7 @@ from ampdbg.quantities import byte_count
 from ampdbg.record.file import of_rank
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
-from ampdbg.report.view import Typed
+from ampdbg.report.view import CommandContext
 from ampdbg.source.ownership import loaded_files
 
 from . import options
@@ -128,7 +128,7 @@ def command(
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
-    observer = _Said(stderr, is_quiet=quiet)
+    observer = _ScriptMessages(stderr, is_quiet=quiet)
     try:
         seen = api.run(
             script,
@@ -179,7 +179,7 @@ def _log_beside(record: Path | None) -> Path | None:
     return record.with_suffix(".jsonl")
 
 
-def _show_report(seen: Record, typed: Typed) -> None:
+def _show_report(seen: Record, typed: CommandContext) -> None:
     """Print the report; of several processes only the first prints it, and the rest print their first finding."""
     if seen.rank == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
@@ -196,7 +196,7 @@ def _bytes(size: str) -> int:
         raise ConfigError(f"--max-capture-size: {error}") from None
 
 
-class _Said(Observer):
+class _ScriptMessages(Observer):
     """Says that the script waits for a replay or ends later, and warns of what failed beside it."""
 
     def __init__(self, stderr: TextIO, *, is_quiet: bool) -> None:

@@ -13,7 +13,7 @@ import typer
 from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError, reason_of
 from ampdbg.files import replace_file
-from ampdbg.given import Given, read_given
+from ampdbg.given import CommandInput, read_given
 from ampdbg.record.file import LATEST, latest_record, to_json
 from ampdbg.record.pins import Form
 from ampdbg.report.formats import written
@@ -98,7 +98,7 @@ def command(
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
 
 
-def _warn_of_uncommitted(given: Given) -> None:
+def _warn_of_uncommitted(given: CommandInput) -> None:
     """Warn before the search that files may not be written: only the search finds which files the patch changes."""
     from ampdbg.patch.file_edits import uncommitted
 

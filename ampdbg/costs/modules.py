@@ -54,7 +54,7 @@ class _HalfOutputs(PlacedOps):
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
     ) -> None:
-        half = [one for one in (made[:1] if traits.keeps_the_rest else made) if one.dtype in HALVES]
+        half = [one for one in (made[:1] if traits.has_auxiliary_outputs else made) if one.dtype in HALVES]
         self.sizes[place.module] += sum(map(nbytes, half))
 
 

@@ -720,7 +720,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     weights or a bad batch explain are omitted. The first optimizer with such a step counts, since NaN spreads to the
     rest. Another optimizer counts if the step before its failure had a finite loss: no NaN came from there.
     """
-    each = [finding for timeline in record.timelines for finding in Lost(timeline, record).findings()]
+    each = [finding for timeline in record.timelines for finding in LostLosses(timeline, record).findings()]
     sound = {step.step for step in record.steps if math.isfinite(step.loss)}
     found = sorted(each, key=lambda finding: finding.step)
     yield from found[:1]
@@ -728,7 +728,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lost(Evident):
+class LostLosses(Evident):
     """The steps of one optimizer with a non-finite loss that no earlier fault explains.
 
     Attributes:
@@ -847,7 +847,7 @@ class Lost(Evident):
         return any(blamed_in_batch(step, self.whole) for step in self.whole.steps if step.step <= last)
 
 
-LOST: tuple[Decision[Lost], ...] = (
+LOST: tuple[Decision[LostLosses], ...] = (
     Decision(
         UNKNOWN,
         "an earlier step spoilt the weights, and ampdbg replayed no step before it",

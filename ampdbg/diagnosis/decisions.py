@@ -63,7 +63,7 @@ class _Facts(string.Formatter):
 
 
 FACTS = _Facts()
-UNSAID: tuple[Any, ...] = (None, "", [], ())
+MISSING: tuple[Any, ...] = (None, "", [], ())
 PART = re.compile(r"\[(.*?)\]")
 
 
@@ -73,7 +73,7 @@ def said(template: str, subject: Any) -> str:
 
     def part(found: re.Match[str]) -> str:
         named = [name for _, name, _, _ in FACTS.parse(found[1]) if name]
-        return found[1] if not any(fact(subject, name) in UNSAID for name in named) else ""
+        return found[1] if not any(fact(subject, name) in MISSING for name in named) else ""
 
     return FACTS.format(PART.sub(part, template), subject)
 
@@ -110,7 +110,7 @@ class Decision(Generic[Subject]):
         """Return the finding about a subject that satisfies the condition."""
         own = {name: _kept(fact(subject, of)) for name, of in self.evidence.items()}
         known = {name: value for name, value in subject.numbers.items() if value is not None}
-        known |= {name: value for name, value in own.items() if value not in UNSAID}
+        known |= {name: value for name, value in own.items() if value not in MISSING}
         remedy = {} if self.remedy is None else {"remedy": said(self.remedy, subject)}
         severity = {} if self.severity is None else {"severity": self.severity}
         given = {**subject.place(self), **self.fields, **remedy, **severity}

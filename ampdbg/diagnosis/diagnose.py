@@ -91,10 +91,10 @@ def diagnose(record: Record) -> Record:
             # Two families may find the same cause in the replays of one step: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
                 is_of_loss = family.find is nonfinite_loss and finding.root is None
-                leads = is_of_loss and _stands_before(finding, faults, record)
-                faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
+                leads = is_of_loss and _is_new_root(finding, faults, record)
+                faults = _with_new_root_first(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
     # Information is omitted if there are faults.
-    found = tuple(_of_its_turn(_in_script(finding, record), record) for finding in faults or information)
+    found = tuple(_with_iteration(_with_script_remedy(finding, record), record) for finding in faults or information)
     verdict = _verdict(record, found)
     rises = (risen(losses_of(timeline.steps)) for timeline in record.timelines)
     is_sound = all(finding.severity != "error" for finding in found)
@@ -103,7 +103,7 @@ def diagnose(record: Record) -> Record:
     return replace(record, findings=found, verdict=verdict, unseen=replace(record.unseen, notes=notes))
 
 
-def _in_script(finding: Finding, record: Record) -> Finding:
+def _with_script_remedy(finding: Finding, record: Record) -> Finding:
     """Return the finding with a remedy for the owner of a script instead of an option of ``ampdbg scan``."""
     if record.script is None or finding.remedy != CODES[UNKNOWN].remedy:
         return finding
@@ -117,7 +117,7 @@ def _in_script(finding: Finding, record: Record) -> Finding:
     return replace(finding, remedy=f"compare with a run in FP32: {listed([way for way, holds in ways if holds])}")
 
 
-def _of_its_turn(finding: Finding, record: Record) -> Finding:
+def _with_iteration(finding: Finding, record: Record) -> Finding:
     """Return the finding, with the iteration as evidence if several optimizers take turns."""
     are_several = any(step.others or step.optimizer for step in record.steps)  # a replay has one optimizer's steps
     iterations = [step.iteration for step in record.steps if step.step == finding.step and are_several]
@@ -125,7 +125,7 @@ def _of_its_turn(finding: Finding, record: Record) -> Finding:
     return replace(finding, evidence={**finding.evidence, **turn})
 
 
-def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:
+def _is_new_root(finding: Finding, faults: list[Finding], record: Record) -> bool:
     """True if replays show why the forward pass fails, and no earlier fault can be the cause.
 
     For example, clipping too early makes no loss NaN. It only makes the updates too small. Weights that a later step
@@ -138,7 +138,7 @@ def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> b
     return finding.phase == "forward" and finding.code != UNKNOWN and not is_harmed
 
 
-def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
+def _with_new_root_first(finding: Finding, faults: list[Finding]) -> list[Finding]:
     """Return the faults after ``finding``, which becomes a root. Weights spoilt by a later step follow from it."""
     behind = [replace(known, root=None if known.root is None else known.root + 1) for known in faults]
     return [finding, *(replace(known, root=0) if known.code in (*SPOILT, DATA) else known for known in behind)]

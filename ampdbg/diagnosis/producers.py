@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ampdbg.agreement import NOTHING_IN_COMMON, agrees, is_finite, keeps_its_gradients, noise_floor
+from ampdbg.agreement import NOISE_LIMIT, agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.remedies import formula_of, pole_of, remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, DIVISIONS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, WRITTEN_OUT, base_name
@@ -218,7 +218,7 @@ def culprit(made: Investigation) -> Suspect | None:
     that reaches them. Ops without gradients, such as a matcher, do not.
     """
     survived = survivor(made)
-    is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
+    is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOISE_LIMIT
     phases = ("forward",) if made.why == "loss" else ("backward",) if is_sound else ("forward", "backward")
     found = (suspect for suspect in suspects(made) if suspect.producer.phase in phases)
     is_of_any = made.why == "loss" or survived is not None

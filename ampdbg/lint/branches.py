@@ -37,7 +37,7 @@ class TooManyWays(Exception):  # noqa: N818 - no error of the user's
 
 
 @dataclass(frozen=True)
-class Way(Generic[EventT]):
+class FlowPath(Generic[EventT]):
     """One path: its events in order, the values of its conditions, and its ending."""
 
     events: tuple[EventT, ...]
@@ -45,7 +45,7 @@ class Way(Generic[EventT]):
     ending: BranchEnd = ""
 
 
-def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Values) -> list[Way[EventT]]:
+def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Values) -> list[FlowPath[EventT]]:
     """Return every path through ``statements``, given the known values of conditions.
 
     Args:
@@ -56,11 +56,11 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Va
     Raises:
         TooManyWays: there are more than :data:`MOST_WAYS`.
     """
-    found: list[Way[EventT]] = [Way((), values)]
+    found: list[FlowPath[EventT]] = [FlowPath((), values)]
     for statement in statements:
         ended = [way for way in found if way.ending]
         found = ended + [
-            Way(way.events + after.events, after.values, after.ending)
+            FlowPath(way.events + after.events, after.values, after.ending)
             for way in found
             if not way.ending
             for after in _through(statement, events_of, way.values)
@@ -72,7 +72,7 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Va
     return found
 
 
-def _through(statement: ast.stmt, events_of: EventsOf[EventT], values: Values) -> Iterator[Way[EventT]]:
+def _through(statement: ast.stmt, events_of: EventsOf[EventT], values: Values) -> Iterator[FlowPath[EventT]]:
     if isinstance(statement, LOOPS):
         yield from _rounds(statement, events_of, values)
     elif isinstance(statement, ast.If):
@@ -80,23 +80,23 @@ def _through(statement: ast.stmt, events_of: EventsOf[EventT], values: Values) -
     elif isinstance(statement, (ast.With, ast.AsyncWith)):
         entered = tuple(event for item in statement.items for event in events_of(item.context_expr))
         for way in ways(statement.body, events_of, values):
-            yield Way(entered + way.events, way.values, way.ending)
+            yield FlowPath(entered + way.events, way.values, way.ending)
     elif isinstance(statement, ast.Try):
         yield from ways([*statement.body, *statement.orelse, *statement.finalbody], events_of, values)
     elif isinstance(statement, (*FUNCTIONS, ast.ClassDef, ast.Match)):
-        yield Way((), values)
+        yield FlowPath((), values)
     else:
-        yield Way(tuple(events_of(statement)), values, ENDINGS.get(type(statement), ""))
+        yield FlowPath(tuple(events_of(statement)), values, ENDINGS.get(type(statement), ""))
 
 
-def _branches(statement: ast.If, events_of: EventsOf[EventT], values: Values) -> Iterator[Way[EventT]]:
+def _branches(statement: ast.If, events_of: EventsOf[EventT], values: Values) -> Iterator[FlowPath[EventT]]:
     asked = tuple(events_of(statement.test))
     if not (asked or _matters(statement, events_of)):
-        yield Way((), values)
+        yield FlowPath((), values)
         return
     for is_true, known in outcomes(statement.test, values):
         for way in ways(statement.body if is_true else statement.orelse, events_of, known):
-            yield Way(asked + way.events, way.values, way.ending)
+            yield FlowPath(asked + way.events, way.values, way.ending)
 
 
 def _matters(statement: ast.AST, events_of: EventsOf[EventT]) -> bool:
@@ -109,15 +109,15 @@ def _matters(statement: ast.AST, events_of: EventsOf[EventT]) -> bool:
 
 def _rounds(
     loop: ast.For | ast.AsyncFor | ast.While, events_of: EventsOf[EventT], values: Values
-) -> Iterator[Way[EventT]]:
+) -> Iterator[FlowPath[EventT]]:
     """Yield the paths through two rounds of an inner loop."""
     if not _matters(loop, events_of):
-        yield Way((), values)
+        yield FlowPath((), values)
         return
     changing = changed_names(loop)
     for first, second in rounds(loop.body, events_of, values, changing):
         known = lasting(second.values, changing)
-        yield Way(first.events + second.events, known, "leave" if second.ending == "leave" else "")
+        yield FlowPath(first.events + second.events, known, "leave" if second.ending == "leave" else "")
 
 
 def rounds(
@@ -125,7 +125,7 @@ def rounds(
     events_of: EventsOf[EventT],
     values: Values,
     changing: frozenset[str],
-) -> Iterator[tuple[Way[EventT], Way[EventT]]]:
+) -> Iterator[tuple[FlowPath[EventT], FlowPath[EventT]]]:
     """Yield every pair of paths through two rounds of a loop's body.
 
     A round that leaves the loop is its last, so the first of a pair never does.

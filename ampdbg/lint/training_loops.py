@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ampdbg.call_order import Call, CallKind, CallOrder
-from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
+from ampdbg.lint.branches import FlowPath, TooManyWays, Values, changed_names, lasting, rounds
 from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
 from ampdbg.lint.expressions import argument, given, is_none
 from ampdbg.lint.facts import Facts
@@ -89,7 +89,9 @@ class TrainingLoop:
             found.setdefault(id(call.node), []).append(place)
         return found
 
-    def _sure(self, pairs: Sequence[tuple[Way[LoopCall], Way[LoopCall]]], of_windows: str) -> Iterator[LoopHit]:
+    def _sure(
+        self, pairs: Sequence[tuple[FlowPath[LoopCall], FlowPath[LoopCall]]], of_windows: str
+    ) -> Iterator[LoopHit]:
         """Yield the hits on every path with the call to blame; for an accumulation window, those on any path."""
         runs = [(self._judged(first.events + second.events), set(second.events)) for first, second in pairs]
         for hit in dict.fromkeys(hit for hits, _ in runs for hit in hits):
@@ -147,10 +149,10 @@ def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int,
 
 
 def _with_amp(
-    pairs: Sequence[tuple[Values, Way[LoopCall], Way[LoopCall]]],
-) -> Iterator[list[tuple[Way[LoopCall], Way[LoopCall]]]]:
+    pairs: Sequence[tuple[Values, FlowPath[LoopCall], FlowPath[LoopCall]]],
+) -> Iterator[list[tuple[FlowPath[LoopCall], FlowPath[LoopCall]]]]:
     """Group the pairs by conditions that last through the loop; yield the groups with most scaler calls: AMP is on."""
-    groups: dict[tuple[tuple[str, bool], ...], list[tuple[Way[LoopCall], Way[LoopCall]]]] = {}
+    groups: dict[tuple[tuple[str, bool], ...], list[tuple[FlowPath[LoopCall], FlowPath[LoopCall]]]] = {}
     for values, first, second in pairs:
         groups.setdefault(tuple(sorted(values.items())), []).append((first, second))
     used = {

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 import libcst as cst
 
 from ampdbg.patch.edits import Edited, Refused
-from ampdbg.probes.makings import Making
+from ampdbg.probes.makings import Construction
 from ampdbg.record.pins import OWN, RootModel, call_of_pins, root_of, within
 from ampdbg.source.expressions import (
     COMPREHENSIONS,
@@ -71,7 +71,7 @@ FUNCTION = "_keep_in_fp32"
 """The name of the helper in the user's file."""
 
 
-def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
+def edit_maker(source: bytes, making: Construction, pins: Sequence[str]) -> Edited:
     """Add a helper that pins modules to the user's file, and one call where the model is created.
 
     Args:
@@ -83,7 +83,7 @@ def edit_maker(source: bytes, making: Making, pins: Sequence[str]) -> Edited:
         text = read_source(source)
         functions = helper_functions(FUNCTION, pins)
         _check_names(text.module, functions)
-        index, module = with_model_kept(text, making)
+        index, module = with_helper_call(text, making)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
         # The statement after the helper keeps its own leading comments.
         body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
@@ -127,7 +127,7 @@ NOT_ONE = (type(None), cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.I
 """Expressions that do not yield exactly one model."""
 
 
-def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
+def with_helper_call(text: SourceFile, making: Construction) -> tuple[int, cst.Module]:
     """Return the module with a helper call around or after the expression that creates the model.
 
     A returned value is passed through the helper. After any other line, the helper is called.
@@ -146,7 +146,7 @@ def with_model_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
     return index, _with_line_kept(text, line, making, number)
 
 
-def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Making, number: int) -> cst.Module:
+def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Construction, number: int) -> cst.Module:
     """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
 
     If the line adds a part to a named model, the call is for that model, after the enclosing loop.

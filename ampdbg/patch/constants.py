@@ -289,7 +289,7 @@ class _Constants:
 
     def _may_be_tensor(self, name: str) -> bool:
         """True if the name is local to the function and is neither a number nor ``self``."""
-        is_local = name in self.bindings.local and name not in self.bindings.maybe_numbers
+        is_local = name in self.bindings.local and name not in self.bindings.maybe_plain_values
         return is_local and name not in ("self", "cls") and name not in self.bindings.imports
 
     def _taken_from_one(self, node: cst.BaseExpression) -> cst.BaseExpression | None:

@@ -252,7 +252,7 @@ class _Suite:
             made |= assigned_codes(piece.small)
         # Otherwise use a parameter that holds a tensor elsewhere in the function.
         found += (name for name in self.bindings.parameters if name in around.half | around.full)
-        never = bound_inside(pieces) | (self.bindings.maybe_numbers & casts.unsure)
+        never = bound_inside(pieces) | (self.bindings.maybe_plain_values & casts.unsure)
         found = [text for text in found if text.partition(".")[0].partition("[")[0] not in never]
         # Prefer names that the user wrote to new names and attributes.
         found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))

@@ -22,9 +22,9 @@ from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, users_lines
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
-from ampdbg.pinning.pin_set import parted, tied_together
+from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import NamesByLine
-from ampdbg.probes.makings import Makings
+from ampdbg.probes.makings import Constructions
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words, within
 from ampdbg.source.ownership import is_users_file
@@ -35,7 +35,7 @@ FEW = 2
 
 
 @dataclass(frozen=True)
-class Materials:
+class PlanInputs:
     """The inputs of a plan: the model, its pins, the lines to wrap, and the half tensors' names on them.
 
     ``makings`` records where the model is created.
@@ -45,7 +45,7 @@ class Materials:
     pins: tuple[Pin, ...]
     lines: OwnLines
     names: NamesByLine
-    makings: Makings
+    makings: Constructions
 
     @functools.cached_property
     def edited(self) -> Callable[[str, tuple[LinePin, ...]], Edited]:
@@ -96,7 +96,7 @@ class Placement:
     refused: tuple[Refused, ...] = ()
 
 
-PlacementRule = Callable[[Pin, Materials], Iterator[Placement]]
+PlacementRule = Callable[[Pin, PlanInputs], Iterator[Placement]]
 
 
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
@@ -112,7 +112,7 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     return found | {(function.__code__.co_filename, line) for function, call in calls for line in call.lines}
 
 
-def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
+def _own_code(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     """Place a pin at the lines that overflow or nearly do, inside or outside of modules."""
     if not _stands_in_lines(pin, materials):
         return
@@ -127,18 +127,18 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
         yield _decided(lines_title(file, lines), pin, file, LinePin(function, lines), materials)
 
 
-def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
+def _library_call(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     """Place a pin at the user's call of a library function in which a line overflows."""
     for call in materials.lines.calls_of(pin) if _stands_in_lines(pin, materials) else ():
         yield _around(call, pin, materials)
 
 
-def _around(users: UsersCall, pin: Pin, materials: Materials) -> Placement:
+def _around(users: UsersCall, pin: Pin, materials: PlanInputs) -> Placement:
     file, call = users
     return _decided(f"{call.callee}() on {lines_title(file, call.lines)}", pin, file, call, materials)
 
 
-def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Iterator[Placement]:
+def _at_producers(pin: Pin, materials: PlanInputs, *, before: slice) -> Iterator[Placement]:
     """Place a pin, without casts to half, at lines ``before`` it that produced its inputs, or at their calls.
 
     ``before`` selects the generations of producers. A value that was rounded to half there cannot be repaired by a cast
@@ -153,7 +153,7 @@ def _where_it_is_made(pin: Pin, materials: Materials, *, before: slice) -> Itera
             yield _around(materials.lines.calls[file, line], pin, materials)
 
 
-def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
+def _stands_in_lines(pin: Pin, materials: PlanInputs) -> bool:
     """True if the pin covers lines, or a module of a user's class without children, which runs nothing else."""
     module = materials.model.get_submodule(pin.module)
     forward = next(functions_run(type(module), "forward"), None)
@@ -161,12 +161,12 @@ def _stands_in_lines(pin: Pin, materials: Materials) -> bool:
     return bool(pin.source) or pin.own or (is_users and not any(True for _ in module.children()))
 
 
-def _leaves_children(pin: Pin, materials: Materials) -> bool:
+def _leaves_children(pin: Pin, materials: PlanInputs) -> bool:
     """True if the pin leaves child modules in half, so that no trial ran them in FP32."""
     return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
 
 
-def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
+def _call(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     """Place a pin at the module's call in its parent's forward, if that is user code."""
     if pin.source or _leaves_children(pin, materials):
         return
@@ -177,7 +177,7 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
         yield _decided(title, pin, file, call, materials)
 
 
-def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
+def _helper(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     """Place a pin by the module's name in a helper in the file that creates the model."""
     making = None if pin.source else materials.makings.of(materials.model, (pin.name,))
     if making is not None:
@@ -191,14 +191,14 @@ GENERATIONS = (*(slice(number, number + 1) for number in range(MOST_GENERATIONS 
 
 WAYS: tuple[tuple[PlacementRule, ...], ...] = (
     (_own_code, _library_call, _call, _helper),
-    *((functools.partial(_where_it_is_made, before=before), _call, _helper) for before in GENERATIONS),
+    *((functools.partial(_at_producers, before=before), _call, _helper) for before in GENERATIONS),
     (_call, _helper),
     (_helper,),
 )
 """The placement rules, narrowest first. The planner goes to the next tuple if a patch does not cure the step."""
 
 
-def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: Materials) -> Placement:
+def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: PlanInputs) -> Placement:
     """Return the placement with its refusals and sharing."""
     refused = _in_file(file, materials.edited(file, (source,)).refused)
     place = Placement(title, file, source, (pin.name,), refused=refused)
@@ -212,7 +212,7 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
     return tuple(replace(one, file=file) for one in refused)
 
 
-def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
+def _with_helper(source: bytes, names: Sequence[str], materials: PlanInputs) -> Edited:
     """Add the helper that pins modules by name to the file, possibly edited before, that creates the model."""
     making = materials.makings.of(materials.model, names)
     if making is None:
@@ -234,7 +234,7 @@ def lines_title(file: str, lines: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Rest:
+class PatchWithoutUnit:
     """A patch without one unit: its ``edits``, or for an existing model, ``lines`` to edit and ``names`` to pin."""
 
     edits: tuple[FileEdit, ...]
@@ -251,13 +251,13 @@ class Patch:
 
     edits: tuple[FileEdit, ...]
     units: tuple[PatchUnit, ...]
-    without: Mapping[str, Rest]
+    without: Mapping[str, PatchWithoutUnit]
     refused: tuple[Refused, ...] = ()
     left: tuple[Refused, ...] = ()
     moves_constants: bool = False
 
 
-def planned(materials: Materials, ways: Sequence[PlacementRule] = WAYS[0], unneeded: Collection[str] = ()) -> Patch:
+def planned(materials: PlanInputs, ways: Sequence[PlacementRule] = WAYS[0], unneeded: Collection[str] = ()) -> Patch:
     """Return the patch for the pins.
 
     Each pin takes the first of ``ways`` that the code allows and that adds few other modules to FP32. The first wide
@@ -280,7 +280,7 @@ def planned(materials: Materials, ways: Sequence[PlacementRule] = WAYS[0], unnee
     return Patch(edits, units, without, (*refused, *more), tuple(left))
 
 
-def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
+def constants_kept(constants: Sequence[Source], materials: PlanInputs) -> Patch:
     """Return a patch that keeps constants of user code within the range of half and pins nothing."""
     lines: dict[str, dict[int, None]] = {}
     for one in constants:
@@ -294,7 +294,13 @@ def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
         refused += _in_file(file, edited.refused)
         edits.append(FileEdit(Path(file), before, edited.source))
     title = " and ".join(f"the constant on {lines_title(file, list(here))}" for file, here in lines.items())
-    return Patch(tuple(edits), (PatchUnit(title, ()),), {title: Rest((), (), ())}, tuple(refused), moves_constants=True)
+    return Patch(
+        tuple(edits),
+        (PatchUnit(title, ()),),
+        {title: PatchWithoutUnit((), (), ())},
+        tuple(refused),
+        moves_constants=True,
+    )
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
@@ -307,7 +313,7 @@ def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
     return replace(patch, units=tuple(units))
 
 
-def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tuple[list[Placement], list[Refused]]:
+def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tuple[list[Placement], list[Refused]]:
     """Return the placements of the best way, or the refusals if there is none."""
     wide: list[Placement] = []
     refused: list[Refused] = []
@@ -332,7 +338,7 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[PlacementRule]) -> tupl
     return wide, [] if wide else refused or [Refused(0, why_none)]
 
 
-def _sharing(function: FunctionType, source: LinePin, materials: Materials) -> Sharing:
+def _sharing(function: FunctionType, source: LinePin, materials: PlanInputs) -> Sharing:
     """Count the modules that run the edited method, and the pinned ones among them or their called children."""
     running, modules = modules_running(function, materials.model), dict(materials.model.named_modules())
     child = source.callee.rpartition(".")[2]
@@ -351,7 +357,7 @@ def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
     )
 
 
-def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[Placement]:
+def _merged(placements: Sequence[Placement], materials: PlanInputs) -> Iterator[Placement]:
     """Merge the pins of several instances into one edit, and lines of one function into one edit for each block."""
     by_target: dict[tuple[object, ...], list[Placement]] = {}
     for place in placements:
@@ -372,7 +378,7 @@ def _merged(placements: Sequence[Placement], materials: Materials) -> Iterator[P
             yield replace(first, title=title, pins=pins, notes=notes, source=replace(pinned, lines=part))
 
 
-def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int, ...]]:
+def _blocks(file: str, source: LinePin, materials: PlanInputs) -> list[tuple[int, ...]]:
     """Return the lines of a pin, grouped by block."""
     blocks, found = materials.edited(file, (source,)).blocks, dict[int, list[int]]()
     for line in source.lines:
@@ -380,12 +386,12 @@ def _blocks(file: str, source: LinePin, materials: Materials) -> list[tuple[int,
     return [tuple(lines) for lines in found.values()]
 
 
-def _parts(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[Placement, ...], ...]:
+def _parts(placements: Sequence[Placement], materials: PlanInputs) -> tuple[tuple[Placement, ...], ...]:
     """Group the placements into parts that can be omitted; tied modules, pinned together, are one part."""
     names = [pin.name for pin in materials.pins if pin.source is None]
     tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
     ties = {name: part for part in tied for name in part}
-    return parted(placements, lambda place: (ties[pin] for pin in place.pins if pin in ties))
+    return grouped_by_shared_key(placements, lambda place: (ties[pin] for pin in place.pins if pin in ties))
 
 
 def _unit(part: Sequence[Placement]) -> PatchUnit:
@@ -402,14 +408,16 @@ def _title(part: Sequence[Placement]) -> str:
     return " and ".join(place.title for place in part)
 
 
-def _rest(placements: Sequence[Placement], materials: Materials) -> Rest:
+def _rest(placements: Sequence[Placement], materials: PlanInputs) -> PatchWithoutUnit:
     edits, _ = _applied(placements, materials)
     lines, _ = _applied([place for place in placements if place.source is not None], materials)
     names = tuple(name for place in placements if place.source is None for name in place.pins)
-    return Rest(edits, lines, names)
+    return PatchWithoutUnit(edits, lines, names)
 
 
-def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[FileEdit, ...], tuple[Refused, ...]]:
+def _applied(
+    placements: Sequence[Placement], materials: PlanInputs
+) -> tuple[tuple[FileEdit, ...], tuple[Refused, ...]]:
     """Return all edits together, by file. The helper's call comes last because it moves the lines below it."""
     files: list[FileEdit] = []
     refused: list[Refused] = []

@@ -477,7 +477,7 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
 LOOKED_AT = frozenset("len isinstance hasattr type id repr print".split())
 """Builtins that do not read the values of a tensor argument."""
 
-NOT_READ = METADATA - {"dtype"} | CAST_METHODS
+METADATA_ATTRIBUTES = METADATA - {"dtype"} | CAST_METHODS
 """Attributes and methods that read no value of a tensor, or already cast it."""
 
 
@@ -502,7 +502,7 @@ def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     """Return the parts of a node that are read by value."""
     match node:
         case cst.Attribute(value=cst.Name() | cst.Attribute() | cst.Subscript(), attr=cst.Name(value=name)) if (
-            name in NOT_READ
+            name in METADATA_ATTRIBUTES
         ):
             return ()
         case cst.Attribute(value=base):
@@ -590,7 +590,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
         reads += _reads(piece.small, piece.names, known)
         known |= assigned_codes(piece.small)
     bindings = pieces[0].names.bindings
-    numbers = bindings.maybe_numbers
+    numbers = bindings.maybe_plain_values
     used = {id(node): is_asked for piece in pieces for node, is_asked in _surely_used(piece.small)}
     # A possible number needs no cast, since an FP32 tensor promotes it. A read of its attribute rules out a number.
     reads = [(code, node) for code, node in reads if code not in numbers or used.get(id(node))]

@@ -37,7 +37,7 @@ from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
-from ampdbg.search.strategies import OutOfTrials, Result, atom_tree, best_so_far, delta_debug, guided
+from ampdbg.search.strategies import OutOfTrials, Result, atom_tree, best_so_far, delta_debug, guided_search
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2
@@ -73,7 +73,7 @@ def bisect_run(
     """Train the workload of ``config``, and find the smallest set of modules that cures the failing steps.
 
     Args:
-        strategy: ``guided`` by overflows in a wider format, or ``ddmin``, blind over the module tree.
+        strategy: ``guided_search`` by overflows in a wider format, or ``ddmin``, blind over the module tree.
         max_trials: the maximum number of trials.
         observer: sees steps, replays and the search, which starts again if a step turns out to fail only sometimes.
 
@@ -273,7 +273,7 @@ def _guided(setting: Setting) -> Result:
     propose = functools.partial(_proposed, setting)
     # Actual overflows come first, then overflows of the shadow alone.
     candidates = list(dict.fromkeys([*setting.experiment.seen_atoms, *propose(())]))
-    result = guided(setting.trials, candidates, propose, setting.experiment.fails_without)
+    result = guided_search(setting.trials, candidates, propose, setting.experiment.fails_without)
     return result if result.healthy else delta_debug(setting.trials)
 
 

@@ -15,7 +15,7 @@ from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation
-from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
+from ampdbg.replay.pinned_replays import MOST_SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run, name_of_line
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
 from ampdbg.search.strategies import AtomTree
@@ -54,7 +54,7 @@ class Experiment:
         self.tree = tree
         self._sites: dict[str, list[PinSite]] = {tree.own(name): [] for name in suspected if name in tree}
 
-    def run(self, pins: Sequence[str], names: Names = "always") -> Trial:
+    def run(self, pins: Sequence[str], names: NamingMode = "always") -> Trial:
         """Run one trial. Its loss is the FP16 loss of the first step."""
         started = time.perf_counter()
         health, made = judged(self.cases[0], pins, names, is_silent=self.is_silent)
@@ -145,14 +145,16 @@ class Health:
     guilty: tuple[Suspect, ...] = ()
 
 
-Names = Literal["always", "unhealthy", "never"]
+NamingMode = Literal["always", "unhealthy", "never"]
 """When a trial names the failing ops, which takes several times as long. A trial that is expected to pass names them
 only if it fails. Silent overflows are always searched for. With ``never``, the search stops at the first op."""
 
 
-def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent: bool) -> tuple[Health, Investigation]:
+def judged(
+    case: PinnedReplays, pins: Sequence[str], names: NamingMode, *, is_silent: bool
+) -> tuple[Health, Investigation]:
     """Replay once with pins and judge the replay; see :func:`health_of`."""
-    most = 1 if names == "never" else SUSPECTS
+    most = 1 if names == "never" else MOST_SUSPECTS
     made = case.with_pins(pins, is_brief=names != "always" and not is_silent, most=most)
     health = health_of(made, is_silent=is_silent)
     if health.healthy or is_silent or names != "unhealthy":

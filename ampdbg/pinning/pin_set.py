@@ -23,7 +23,7 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, PinSite, Search, Trial, is_line
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, name_of_line
-from ampdbg.search.strategies import OutOfTrials, Result, Trials, most_dropped, trial_of
+from ampdbg.search.strategies import OutOfTrials, Result, Trials, max_single_drops, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"
@@ -63,7 +63,7 @@ class Setting:
         does not name the failing ops, since they only describe the dropped pins."""
         if self.trials.best is None:
             return self.experiment.run(pins, "unhealthy")
-        return self.experiment.run(pins, "never" if len(pins) > most_dropped(self.experiment.tree) else "always")
+        return self.experiment.run(pins, "never" if len(pins) > max_single_drops(self.experiment.tree) else "always")
 
 
 def record_of_found(setting: Setting, record: Record, search: Search, result: Result) -> Record:
@@ -240,10 +240,12 @@ def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[s
         module = model.get_submodule(pin.removesuffix(OWN))
         return map(id, module.parameters(recurse=not pin.endswith(OWN)))
 
-    return parted(names, parameters)
+    return grouped_by_shared_key(names, parameters)
 
 
-def parted(items: Iterable[Item], held: Callable[[Item], Iterable[Hashable]]) -> tuple[tuple[Item, ...], ...]:
+def grouped_by_shared_key(
+    items: Iterable[Item], held: Callable[[Item], Iterable[Hashable]]
+) -> tuple[tuple[Item, ...], ...]:
     """Group the items into parts: items for which ``held`` lists a common key are in one part."""
     holder: dict[Hashable, Item] = {}
     part = {item: [item] for item in items}

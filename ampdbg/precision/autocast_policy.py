@@ -120,7 +120,7 @@ def _entries_of_macro(text: str, macro: str) -> frozenset[str]:
 
 
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
-_CAST_ON_CPU_ONLY = "AutocastCPU"
+_AUTOCAST_KEY = "AutocastCPU"
 
 weight_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 """Maps a weight's ``id`` to the weight and its half copy. Cleared when the outermost region exits."""
@@ -131,7 +131,7 @@ def cuda_autocast_policy() -> Iterator[None]:
     """Make ``torch.autocast("cpu")`` cast by CUDA's op lists inside this context."""
     casts_keep_gradients()
     library = torch.library.Library("aten", "IMPL")
-    native = set(torch._C._dispatch_get_registrations_for_dispatch_key(_CAST_ON_CPU_ONLY))
+    native = set(torch._C._dispatch_get_registrations_for_dispatch_key(_AUTOCAST_KEY))
     try:
         with warnings.catch_warnings():
             # torch warns once that a C++ kernel is overridden, which is intended here.

@@ -120,7 +120,7 @@ _TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_fu
 _FACTORIES_BY_EXAMPLE = tuple(name for name in dir(torch) if name.endswith("_like"))
 
 
-def _on_cpu(value: Any) -> Any:
+def _cuda_to_cpu(value: Any) -> Any:
     """Replace a CUDA device, or its name, with the CPU. Return any other value unchanged."""
     if isinstance(value, str):
         return "cpu" if value.partition(":")[0] == "cuda" else value
@@ -128,8 +128,8 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _device_on_cpu(device: Any) -> Any:
-    """Like :func:`_on_cpu`, for positions that only take a device: a bare integer there is a GPU index."""
-    return "cpu" if type(device) is int else _on_cpu(device)
+    """Like :func:`_cuda_to_cpu`, for positions that only take a device: a bare integer there is a GPU index."""
+    return "cpu" if type(device) is int else _cuda_to_cpu(device)
 
 
 def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if not args or not isinstance(args[0], str):
             return original("cpu", *args)
-        return original(_on_cpu(args[0]), *args[1:])
+        return original(_cuda_to_cpu(args[0]), *args[1:])
 
     return call
 
@@ -150,8 +150,8 @@ def _dtype_lowered_to(original: Callable[[str], torch.dtype]) -> Callable[[str],
 
     @functools.wraps(original)
     def get_autocast_dtype(device_type: str) -> torch.dtype:
-        dtype = original(_on_cpu(device_type))
-        says_so = _on_cpu(device_type) != "cpu" or threading.get_ident() == entered_in
+        dtype = original(_cuda_to_cpu(device_type))
+        says_so = _cuda_to_cpu(device_type) != "cpu" or threading.get_ident() == entered_in
         return dtype if says_so or torch.is_autocast_enabled("cpu") else torch.float16
 
     return get_autocast_dtype
@@ -173,7 +173,7 @@ def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
-def _any_device(original: Callable[..., Any], second: Callable[[Any], Any] = _on_cpu) -> Callable[..., Any]:
+def _any_device(original: Callable[..., Any], second: Callable[[Any], Any] = _cuda_to_cpu) -> Callable[..., Any]:
     """Wrap a function that takes its device as the second argument, or by a name in ``_DEVICES``."""
 
     # functools.wraps matters: TorchScript compiles the wrapped source, and torch.compile reads its signature.

@@ -201,7 +201,7 @@ class PinnedForward:
             output = self._pinned(*args, **kwargs)
             return output if self._returns is None else cast(output, self._returns)
         cuda, cpu = around
-        args, kwargs = _as_weights_take_it(self._module, (args, kwargs))
+        args, kwargs = _cast_to_weights(self._module, (args, kwargs))
         with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
             output = self._pinned(*args, **kwargs)
         # The output is an input of the pinned lines that made the call.
@@ -312,7 +312,7 @@ def _cast_up(value: Any) -> Any:
     return value if is_same else _pytree.tree_unflatten(wide, spec)
 
 
-def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:
+def _cast_to_weights(module: torch.nn.Module, inputs: Any) -> Any:
     """Cast the inputs from FP32 lines to half if the module's weights are half and accept no other dtype."""
     dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
     return cast(inputs, dtype) if dtype in LIFTS["float32"] else inputs

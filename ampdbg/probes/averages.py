@@ -26,7 +26,7 @@ from ampdbg.ops import CASTS, base_name
 from ampdbg.probes.models import alive_in_process
 from ampdbg.probes.op_trace import storage_of, traits_of, written_by
 from ampdbg.probes.optimizers import stepped_by
-from ampdbg.probes.seams import is_captured, only_follows, replaced
+from ampdbg.probes.seams import is_captured, is_tracing, replaced
 from ampdbg.probes.tensors import HALVES, stored, tensors_in
 from ampdbg.record.run import KeptAverage
 
@@ -243,7 +243,7 @@ class Averages:
         self._trace: AverageTrace | None = None
         self._steps = self._tries = 0
         self._next: float = FIRST
-        self._may_be, self._began, self._looks_at = False, time.monotonic(), 0.0
+        self._has_candidates, self._began, self._next_search = False, time.monotonic(), 0.0
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a trace, if one is due, which lasts until :meth:`end`. Call this right after each optimizer step,
@@ -251,8 +251,8 @@ class Averages:
         self.end()
         self._steps += 1
         self._optimizers[optimizer] = None  # a script may average a generator after its critic's step
-        is_due = self._steps >= self._next and (self._may_be or time.monotonic() >= self._looks_at)
-        if is_due and self._trace is None and not (_get_current_dispatch_mode_stack() or only_follows()):
+        is_due = self._steps >= self._next and (self._has_candidates or time.monotonic() >= self._next_search)
+        if is_due and self._trace is None and not (_get_current_dispatch_mode_stack() or is_tracing()):
             self._guarded(self._begin, [*self._optimizers])
 
     def _begin(self, stepped: Sequence[Optimizer]) -> None:
@@ -263,7 +263,7 @@ class Averages:
         own = map(stored, tensors_in([states, [one.grad for one in parameters]]))
         shapes = {one.shape for one in self._trained.values()}
         trace = AverageTrace(shapes, set(map(storage_of, (*self._trained.values(), *own))))
-        if self._may_be_any(trace):
+        if self._find_candidates(trace):
             self._thread, self._trace = threading.get_ident(), trace
             self._name(parameters)
             trace.__enter__()
@@ -275,13 +275,13 @@ class Averages:
         found = self._names_of(shapes) if shapes.keys() - self._names.keys() else {}
         self._names = {key: found.get(key, ("a parameter", "other weights")) for key in shapes} | self._names
 
-    def _may_be_any(self, trace: AverageTrace) -> bool:
+    def _find_candidates(self, trace: AverageTrace) -> bool:
         """True if any tensor of this process can be an average."""
-        if not self._may_be:
+        if not self._has_candidates:
             now = time.monotonic()
-            self._looks_at = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
-            self._may_be = any(map(trace.may_begin, alive_in_process(torch.Tensor)))
-        return self._may_be
+            self._next_search = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
+            self._has_candidates = any(map(trace.may_begin, alive_in_process(torch.Tensor)))
+        return self._has_candidates
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

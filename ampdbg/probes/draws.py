@@ -48,7 +48,9 @@ class Draws:
 
 
 @contextlib.contextmanager
-def drawn_alike(draws: Draws, *, notes: bool, wider: Mapping[torch.dtype, torch.dtype] | None = None) -> Iterator[None]:
+def same_random_numbers(
+    draws: Draws, *, notes: bool, wider: Mapping[torch.dtype, torch.dtype] | None = None
+) -> Iterator[None]:
     """Make this thread draw the step's noise, and its dropout masks on a GPU, inside the ``with`` block.
 
     Args:
@@ -94,7 +96,7 @@ class _Drawing:
 
     @property
     def is_here(self) -> bool:
-        """True in the thread that entered :func:`drawn_alike`."""
+        """True in the thread that entered :func:`same_random_numbers`."""
         return self._thread == threading.get_ident()
 
     def dropout(self, original: Function) -> Function:

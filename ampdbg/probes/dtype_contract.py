@@ -60,7 +60,7 @@ COMPRESSED = {"bf16_compress": torch.bfloat16, "fp16_compress": torch.float16}
 """The dtype in which DistributedDataParallel's communication hook of this name sums gradients."""
 
 
-ASKED: Mapping[str, Callable[[Any], Any]] = {
+REQUESTED_PRECISION: Mapping[str, Callable[[Any], Any]] = {
     "Accelerate's mixed_precision": lambda root: (
         root._is_accelerate_prepared
         and sys.modules["accelerate.state"].AcceleratorState._shared_state["_mixed_precision"]
@@ -194,7 +194,7 @@ class DtypeContract:
         names, policies = names_and_kinds(models), _policies(models.roots)
         of_each = list(map(stepped_by, optimizers))
         shown: Sequence[torch.Tensor] = of_each[0]
-        self._note_asked(models.roots, policies.values(), shown)
+        self._record_requested_precision(models.roots, policies.values(), shown)
         attributes = chain.from_iterable(vars(optimizer).items() for optimizer in optimizers)
         masters = _float32(value for key, value in attributes if MASTERS.search(key))
         halves = [one for _, one in models.named_parameters() if one.dtype in HALVES and one.requires_grad]
@@ -228,9 +228,11 @@ class DtypeContract:
 
         return tuple(of_kind(kind, of_it) for kind, of_it in by_kind.items())
 
-    def _note_asked(self, roots: Iterable[nn.Module], policies: Iterable[CastPolicy], stepped: Sequence[Any]) -> None:
+    def _record_requested_precision(
+        self, roots: Iterable[nn.Module], policies: Iterable[CastPolicy], stepped: Sequence[Any]
+    ) -> None:
         """Record the requested precision, as far as frameworks store it."""
-        for root, (who, ask) in product(roots, ASKED.items()):
+        for root, (who, ask) in product(roots, REQUESTED_PRECISION.items()):
             with contextlib.suppress(Exception):  # the module may belong to no framework
                 self._asked |= {who: _name(answer)} if (answer := ask(root)) else {}
         given = {policy.name: f"param_dtype={_name(policy.param_dtype)}" for policy in policies if policy.param_dtype}

@@ -195,7 +195,7 @@ class Measures:
         groups = self._optimizers.nonfinite_groups(optimizer, known.each) if known.groups is None else known.groups
         self._step_of(optimizer).groups += groups
 
-    def steps_on_lost(self, optimizer: Optimizer) -> bool:
+    def steps_despite_nonfinite_loss(self, optimizer: Optimizer) -> bool:
         """True if the scaler lets the optimizer step although a loss is known to be inf or NaN.
 
         The scaler has already waited for the GPU, so reading the losses is free. A fused optimizer checks for inf

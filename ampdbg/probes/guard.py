@@ -62,7 +62,7 @@ class Guard:
                 raise
             self._fail(error)
 
-    def answered(self, question: Callable[..., bool], *given: Any) -> bool:
+    def run_predicate(self, question: Callable[..., bool], *given: Any) -> bool:
         """Return the result of the watcher's predicate; False if it raises."""
         try:
             return question(*given)

@@ -59,7 +59,7 @@ def mark_scaled(losses: Any, scaled: Any, scaler: Any) -> None:
             node.metadata[_SCALED] = Scaled(scaler, scalar_of(loss))
 
 
-def scaled_behind(roots: Sequence[Any]) -> list[Scaled]:
+def scaler_marks(roots: Sequence[Any]) -> list[Scaled]:
     """Return the marks of one scaler in the graphs of these losses; an empty list if no scaler has scaled them."""
     if not _have_scaled:
         return []
@@ -72,7 +72,7 @@ def scaled_behind(roots: Sequence[Any]) -> list[Scaled]:
 
 def scaler_of(roots: Sequence[Any]) -> Any:
     """Return the scaler that scaled these losses, or None."""
-    return next((mark.by for mark in scaled_behind(roots)), None)
+    return next((mark.by for mark in scaler_marks(roots)), None)
 
 
 def forward_dtypes(roots: Sequence[Any]) -> tuple[tuple[str, ...], dict[int, torch.dtype]]:
@@ -136,7 +136,7 @@ def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> boo
     return is_known and not any(map(_has_constant_factor, nodes[:NEAREST]))
 
 
-def leaves_behind(tensor: torch.Tensor) -> set[int] | None:
+def leaves_of_small_graph(tensor: torch.Tensor) -> set[int] | None:
     """Return the ``id`` of each leaf in a tensor's graph. None if the graph has more than ``NEAR`` nodes, a half dtype,
     or a function that is not torch's."""
     nodes = list(islice(_nodes([tensor]), NEAR + 1))

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampdbg.probes.models import Together, is_global_of_script
+from ampdbg.probes.models import ModelGroup, is_global_of_script
 from ampdbg.record.pins import OWN, RootModel, is_line, root_of, within
 from ampdbg.source.ownership import is_ampdbgs, is_users
 
@@ -32,7 +32,7 @@ FORWARD = "_call_impl"
 
 
 @dataclass(frozen=True)
-class Making:
+class Construction:
     """The user's line that registers, itself or in a call, the last module on the paths to the pinned modules.
 
     ``known`` are expressions for the model before the line runs; none if the line creates the model. ``is_wrapped`` is
@@ -70,7 +70,7 @@ class _Event:
     module: weakref.ref[nn.Module] | None
 
 
-class Makings:
+class Constructions:
     """Records, while entered, where the user's code registers modules and parameters in modules.
 
     Unpickling and copying register nothing, so their lines are unknown.
@@ -81,7 +81,7 @@ class Makings:
         self._numbers = itertools.count()
         self._entered = ExitStack()
 
-    def __enter__(self) -> Makings:
+    def __enter__(self) -> Constructions:
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
             self._entered.callback(register(self._put).remove)
         return self
@@ -89,12 +89,12 @@ class Makings:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._entered.close()
 
-    def of(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
+    def of(self, model: nn.Module, pins: Sequence[str]) -> Construction | None:
         """Return the line that registers the last module on the paths to the pinned modules; None if unknown.
 
         If :meth:`Models.together` joined several models in ``model``, all pins must belong to one of them.
         """
-        if not isinstance(model, Together):
+        if not isinstance(model, ModelGroup):
             return self._of_one(model, pins)
         paths = set(map(root_of, pins))
         if len(paths) > 1 or "" in paths:
@@ -114,7 +114,7 @@ class Makings:
         first = min(self._of(model).values(), key=_number_of, default=None)
         return iter(()) if first is None else _outside(first, model)
 
-    def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
+    def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Construction | None:
         events = [event for pin in pins for event in self._leading_to(pin.removesuffix(OWN), model)]
         own = self._of(model).values()
         # Copied modules, such as the layers of nn.Transformer, have no event.
@@ -126,7 +126,7 @@ class Makings:
         for caller in _outside(last, model) if begun is not None else reversed(last.callers):
             known = tuple(name for name, held in caller.known if held() is model)
             if known or (begun is not None and caller.at == begun.at):
-                return Making(caller.file, caller.line, known, self._is_wrapped(model, caller))
+                return Construction(caller.file, caller.line, known, self._is_wrapped(model, caller))
         return None
 
     def _is_wrapped(self, model: nn.Module, by: _Caller) -> bool:
@@ -200,9 +200,9 @@ TAKEN = ("module", "name", "functools")
 """Names that have another meaning in a file of pins."""
 
 
-def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings) -> tuple[RootModel, ...]:
+def roots_of(model: nn.Module, pins: Iterable[str], makings: Constructions) -> tuple[RootModel, ...]:
     """Return the models that the pins belong to, in the order of the pins; empty if the script has one model."""
-    if not isinstance(model, Together):
+    if not isinstance(model, ModelGroup):
         return ()
     names = dict.fromkeys(root_of(pin) for pin in pins if not is_line(pin))
     return tuple(
@@ -216,7 +216,7 @@ def roots_of(model: nn.Module, pins: Iterable[str], makings: Makings) -> tuple[R
     )
 
 
-def _what(name: str, model: Together, makings: Makings) -> str:
+def _what(name: str, model: ModelGroup, makings: Constructions) -> str:
     root = model.get_submodule(name)
     if is_global_of_script(name, root):
         return f"the model that the script calls {name}"

@@ -20,13 +20,13 @@ WRAPPERS: Mapping[str, bool] = {"module": False, "_orig_mod": False, "_forward_m
 """Attributes in which DataParallel, DistributedDataParallel, torch.compile and Fabric keep the wrapped model. True if
 the wrapper always prepares the model for its own backward pass, and refuses any other pass."""
 
-NO_MODULES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, FunctionType, ReferenceType), ())
+SKIPPED_TYPES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, FunctionType, ReferenceType), ())
 """Types of most Python objects, which a search for modules or tensors skips."""
 
 _Kind = TypeVar("_Kind")
 
 
-class Together(nn.Module):
+class ModelGroup(nn.Module):
     """A container of several models, which is never called."""
 
 
@@ -59,7 +59,7 @@ class Models:
             own = {id(root) for root in self.roots}
             found = [root for root in outermost_owners(trained) if id(root) not in own]
             found.sort(key=lambda root: min(places.get(id(one), len(places)) for one in root.parameters()))
-            self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
+            self._held += [weakref.ref(root) for root in _without_superseded(found, trained, self.called())]
 
     def replace(self, copies: Iterable[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
         """Add the owners of the weights ``originals``, and drop the owners of an optimizer's ``copies`` of them."""
@@ -89,8 +89,8 @@ class Models:
             yield from root.named_buffers(prefix=prefix)
 
     def together(self) -> nn.Module:
-        """Return the only model, or a :class:`Together` with several models under their names."""
-        whole = Together()
+        """Return the only model, or a :class:`ModelGroup` with several models under their names."""
+        whole = ModelGroup()
         for name, root in self._named():
             if not name:
                 return root
@@ -145,11 +145,11 @@ def alive_in_process(kind: type[_Kind]) -> list[_Kind]:
     """
     with uncollected():
         by_type = groupby(chain.from_iterable(map(gc.get_objects, (None,))), type)
-        found: list[Any] = list(chain.from_iterable(starmap(NO_MODULES.get, by_type)))  # type: ignore[arg-type]
+        found: list[Any] = list(chain.from_iterable(starmap(SKIPPED_TYPES.get, by_type)))  # type: ignore[arg-type]
     return [one for one in found if issubclass(type(one), kind)]
 
 
-def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:
+def _without_superseded(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the owners, but drop an owner if models called later own all its trained parameters.
 
     ``torch.jit.script``, ``torch.jit.trace`` and ``torch.fx`` create such a later model, which trains in its place.

@@ -19,9 +19,9 @@ from torch._C import _should_allow_numbers_as_tensors as takes_numbers
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.ops import ALLOCATES, ATEN_PRODUCTS, CASTS, KEEPS_THE_REST, OVERWRITES, base_name
+from ampdbg.ops import ALLOCATES, ATEN_PRODUCTS, CASTS, OVERWRITES, RETURNS_SAVED_VALUES, base_name
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
-from ampdbg.probes.seams import Seam, attached, only_follows
+from ampdbg.probes.seams import Seam, attached, is_tracing
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import (
     HALVES,
@@ -42,7 +42,7 @@ class OpTraits:
 
     ``written``: tensors that the op writes. ``numeric``: arguments that take plain numbers as values, not as sizes or
     dimensions. ``allocates``: the result is uninitialized memory. ``overwrites``: the op does not read what it writes
-    over. ``keeps_the_rest``: only the first output is the result. ``is_number``: no output is a tensor. ``strict``:
+    over. ``has_auxiliary_outputs``: only the first output is the result. ``is_number``: no output is a tensor. ``strict``:
     positions of tensor arguments that take no number.
     """
 
@@ -50,7 +50,7 @@ class OpTraits:
     is_view: bool
     allocates: bool
     overwrites: bool
-    keeps_the_rest: bool
+    has_auxiliary_outputs: bool
     is_number: bool
     written: tuple[tuple[int, str], ...]
     numeric: tuple[tuple[int, str], ...]
@@ -72,7 +72,7 @@ def traits_of(op: Any) -> OpTraits:
         is_view=base_name == "_unsafe_view" or (op.is_view and base_name != "lift_fresh"),
         allocates=base_name in ALLOCATES,
         overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
-        keeps_the_rest=base_name in KEEPS_THE_REST,
+        has_auxiliary_outputs=base_name in RETURNS_SAVED_VALUES,
         is_number=not any("Tensor" in str(returned.type) for returned in op._schema.returns),
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
@@ -86,16 +86,19 @@ def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
 
 
-def as_it_takes_them(traits: OpTraits, args: Sequence[Any]) -> Sequence[Any]:
+def with_tensor_arguments(traits: OpTraits, args: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments, with tensors for numbers that the op does not take. If TorchScript made a tensor from a
     number, torch passes the number to a dispatch mode."""
-    numbers = [i for i in traits.strict if i < len(args) and type(args[i]) in _WHOLE]
+    numbers = [i for i in traits.strict if i < len(args) and type(args[i]) in _DTYPE_OF_NUMBER]
     if not numbers:  # nearly always
         return args
-    return [torch.tensor(value, dtype=_WHOLE[type(value)]) if i in numbers else value for i, value in enumerate(args)]
+    return [
+        torch.tensor(value, dtype=_DTYPE_OF_NUMBER[type(value)]) if i in numbers else value
+        for i, value in enumerate(args)
+    ]
 
 
-_WHOLE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_DTYPE_OF_NUMBER = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -186,10 +189,10 @@ class PlacedOps(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and measure it before and after."""
         kwargs = kwargs or {}
-        if only_follows():
+        if is_tracing():
             return op(*args, **kwargs)
         traits = traits_of(op)
-        args = as_it_takes_them(traits, args)
+        args = with_tensor_arguments(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
         place, parameter = self._places.of_op(given)
         if parameter:
@@ -256,7 +259,7 @@ class OpTrace(PlacedOps):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Record the op, unless its outputs hold no floating-point values."""
-        output = together(map(self.known.of, made[:1] if traits.keeps_the_rest else made))
+        output = together(map(self.known.of, made[:1] if traits.has_auxiliary_outputs else made))
         if output.size:
             self.ops.append(OpSeen(traits.name, place, before, output, parameter))
             self.noted(self.ops[-1], made)

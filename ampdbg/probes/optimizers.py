@@ -116,7 +116,7 @@ class Optimizers:
         if self._known:
             self._models.adopt(called)
 
-    def copying(self, weights: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
+    def adopt_copies_of(self, weights: Sequence[torch.Tensor]) -> Iterator[Optimizer]:
         """Yield the optimizers that step copies of the weights, flat or one by one; their owners become the models.
 
         No optimizer in the process may own any of the weights. The copies must have as many elements as the weights,

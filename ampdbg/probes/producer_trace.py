@@ -94,7 +94,9 @@ class ProducerTrace(OpTrace):
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
+        self.bad.after(
+            len(self.ops), base_name(traits.name), before, made[:1] if traits.has_auxiliary_outputs else made
+        )
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
         self._note_angles((place, traits.name), before.largest, made)
@@ -280,7 +282,7 @@ class BadValues:
         return not any(bool((found == math.inf).any()) for found in values)
 
 
-class Mended(OpTrace):
+class ReplacedProducerTrace(OpTrace):
     """Replaces the inf and NaN of one producer with a finite number as large as its largest finite output."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, producer: Producer) -> None:

@@ -26,7 +26,7 @@ from torch.fx import _symbolic_trace
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from ampdbg.probes.unfollowed import leave_ours_alone
+from ampdbg.probes.unfollowed import exclude_from_compile
 from ampdbg.source.ownership import AMPDBG, is_ampdbgs
 
 Seam = Literal[
@@ -52,7 +52,7 @@ _restoring = ExitStack()
 @contextlib.contextmanager
 def attached(watcher: Watcher) -> Iterator[None]:
     """Call the watcher around every seam call, outside earlier watchers. The last exit restores torch."""
-    leave_ours_alone()
+    exclude_from_compile()
     try:  # Ctrl-C may come while this begins
         with _changing:
             _watchers.append(watcher)
@@ -106,7 +106,7 @@ def _of_a_profiler(original: Callable[..., Any], seam: Seam) -> Callable[..., An
 def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         run, outermost = original, None
-        for watcher in () if only_follows() else _watchers:
+        for watcher in () if is_tracing() else _watchers:
             if outermost is not None:  # most often there is one watcher, which needs no partial
                 run = functools.partial(outermost, seam, run)
             outermost = watcher
@@ -140,7 +140,7 @@ _tracing_state, _is_compiling = torch._C._get_tracing_state, torch.compiler.is_c
 is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing)
 
 
-def only_follows() -> bool:
+def is_tracing() -> bool:
     """True if torch records calls for a graph: ``torch.jit.trace``, ``torch.export``, ``torch.fx``, ``make_fx``, fake
     tensors or a CUDA graph. Such calls are not part of a loop, and a probe's own ops would enter the graph."""
     if _is_compiling() or _tracing_state() is not None or is_fx_tracing() or is_captured():
@@ -154,7 +154,7 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def is_going_backward() -> bool:
+def is_in_backward() -> bool:
     """True if this thread runs a backward pass, so its saved tensors must not be written."""
     return torch._C._current_graph_task_id() != -1
 

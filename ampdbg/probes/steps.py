@@ -25,7 +25,7 @@ MOST_STEPS = 2_000
 STEPS_AT_ENDS = 200
 """The first and the last steps of a run, this many each, are always kept."""
 
-MOST_TELLING = 4_000
+MOST_INFORMATIVE = 4_000
 """Keep up to this many informative steps, which failed or changed the loss scale. Of more, keep one stretch in two,
 later one in four, and so on. So the record stays small even if every step fails."""
 
@@ -78,7 +78,7 @@ class StepLog:
         self._steps: list[Step] = []
         self._latest: dict[int, Step] = {}
         """The latest step that was read, for each optimizer."""
-        self._telling: set[int] = set()
+        self._informative: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._listed: set[int] = set()
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
@@ -163,11 +163,11 @@ class StepLog:
         if step.skipped or is_known or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
 
-    def tell_no_more(self) -> None:
+    def stop_callbacks(self) -> None:
         """Stop calling ``on_step``, which would raise again in an interrupted run before everything is recorded."""
         self._on_step = None
 
-    def break_off(self, loss: float, *, is_skipped: bool = False) -> None:
+    def end_without_backward(self, loss: float, *, is_skipped: bool = False) -> None:
         """End a step with this loss and without a backward pass; it gets the loss scale of the last step.
         ``is_skipped`` says that the loop continues."""
         latest = self.steps[-1:]
@@ -226,7 +226,7 @@ class StepLog:
         has_new_scale = step.scale != self._latest.get(step.optimizer, step).scale
         self._latest[step.optimizer] = step
         if bad or has_new_scale or not step.is_healthy:
-            self._telling.add(step.step)
+            self._informative.add(step.step)
         if bad or step.groups:
             self._listed.add(step.step)
         self._steps.append(step)
@@ -237,9 +237,9 @@ class StepLog:
         """Drop healthy steps far from informative steps; drop stretches if there are too many informative steps."""
         while (last + 1) // self._stride > MOST_STEPS // 4:
             self._stride *= 2
-        while len(self._telling - self._listed) > MOST_TELLING:
+        while len(self._informative - self._listed) > MOST_INFORMATIVE:
             self._stretches *= 2
-            self._telling = {number for number in self._telling if self._is_told(number, last)}
+            self._informative = {number for number in self._informative if self._is_told(number, last)}
         every, self._steps = self._steps, [kept for kept in self._steps if self._stays(kept.step, last)]
         self._room = max(MOST_STEPS, 2 * len(self._steps))
         stay = {step.step for step in self._steps}
@@ -252,7 +252,7 @@ class StepLog:
 
     def _stays(self, number: int, last: int) -> bool:
         beside = min(len(self._latest), MOST_TURNS)  # covers the previous and next step of the same optimizer
-        is_beside_one_that_tells = not self._telling.isdisjoint(range(number - beside, number + beside + 1))
+        is_beside_one_that_tells = not self._informative.isdisjoint(range(number - beside, number + beside + 1))
         return _is_at_end(number, last) or number % self._stride == 0 or is_beside_one_that_tells
 
     def _with_few_groups(self, step: Step) -> Step:

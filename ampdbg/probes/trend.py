@@ -20,7 +20,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.ops import SHARES_MEMORY
 from ampdbg.probes.module_calls import ModulePaths, module_paths
 from ampdbg.probes.optimizers import stepped_by
-from ampdbg.probes.seams import Seam, attached, is_going_backward, only_follows
+from ampdbg.probes.seams import Seam, attached, is_in_backward, is_tracing
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.tensors import float_values, to_host
 from ampdbg.probes.watch import Watch
@@ -92,7 +92,7 @@ class TrendSamples:
 
         It is a function mode, because a dispatch mode would change the paths that some torch functions take.
         """
-        return nullcontext() if self._sampling is None or self._is_of_none() else self._functions
+        return nullcontext() if self._sampling is None or self._is_outside_step() else self._functions
 
     def seen(self) -> tuple[Trend, ...]:
         """Return the most important series, each with its largest magnitude at the sampled steps."""
@@ -128,7 +128,7 @@ class TrendSamples:
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             name = names.get(id(module))
-            if name is None or self._is_of_none() or only_follows():
+            if name is None or self._is_outside_step() or is_tracing():
                 return
             with DisableTorchFunction():  # calls here are not functions of the module
                 for tensor in filter(_is_half, _pytree.tree_leaves(output)):
@@ -148,13 +148,13 @@ class TrendSamples:
                 self._watcher.guard.hooked(self._note_made, name, tensor)
 
     def _note_made(self, name: str, tensor: torch.Tensor) -> None:
-        if self._paths is not None and not only_follows() and peek_interpreter_stack() is None:
+        if self._paths is not None and not is_tracing() and peek_interpreter_stack() is None:
             key = Key("activation", self._paths.current[0], name, innermost_line())
             self._last = weakref.ref(tensor)
             self._note(key, tensor)
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seam in ("unscale_", "step") and not self._is_of_none():
+        if seam in ("unscale_", "step") and not self._is_outside_step():
             self._note_gradients(args[1] if len(args) > 1 else kwargs["optimizer"])
         return original(*args, **kwargs)
 
@@ -166,9 +166,9 @@ class TrendSamples:
             if id(parameter) in trained and parameter.grad is not None and key not in self._found:
                 self._note(key, parameter.grad)
 
-    def _is_of_none(self) -> bool:
+    def _is_outside_step(self) -> bool:
         """True if the running code is not part of the loop's step, or is recomputed in a backward pass."""
-        return self._watcher.is_paused or is_going_backward()
+        return self._watcher.is_paused or is_in_backward()
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
         values = float_values(tensor.detach())

@@ -22,7 +22,7 @@ PACKAGE = "ampdbg"
 FOLLOWED = ("ampdbg.precision.pins",)
 """Modules with pins that become part of a script's model, so they are compiled with the model."""
 
-BEHIND: Mapping[type, tuple[str, ...]] = {
+HOLDERS: Mapping[type, tuple[str, ...]] = {
     FunctionType: ("__wrapped__", "__defaults__", "__kwdefaults__"),
     _Cached: ("__wrapped__",),
     property: ("fget", "fset"),
@@ -39,7 +39,7 @@ _OURS = (str(AMPDBG), "<string>")
 _done = {*FOLLOWED}
 
 
-def leave_ours_alone() -> None:
+def exclude_from_compile() -> None:
     """Exclude all ampdbg code loaded so far from ``torch.compile``.
 
     Torch's own decorators for this import the compiler, which takes seconds and may not be installed.
@@ -78,11 +78,11 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions that a value is or holds; a dict, a tuple or a type in ``BEHIND`` may hold torch's too."""
+    """Yield the functions that a value is or holds; a dict, a tuple or a type in ``HOLDERS`` may hold torch's too."""
     if isinstance(value, FunctionType):
         yield value
     tabled = [*value.values()] if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    names = next((names for kind, names in BEHIND.items() if isinstance(value, kind)), ())
+    names = next((names for kind, names in HOLDERS.items() if isinstance(value, kind)), ())
     for behind in (*tabled, *(getattr(value, name, None) for name in names)):
         yield from _functions_of(behind)
 

@@ -71,7 +71,7 @@ NOT_BY_ENTRY = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 FOREIGN = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
 """Why updates are not judged if code outside the optimizer's step writes the parameter."""
 
-SECOND = "exp_avg_sq"
+SECOND_MOMENT = "exp_avg_sq"
 """The state key of the second moment in Adam and its variants."""
 
 
@@ -208,7 +208,7 @@ class Moments(NamedTuple):
     least: torch.Tensor
 
 
-class Ways(NamedTuple):
+class Movements(NamedTuple):
     """The movements of entries over windows: ``wanted`` in float32 and ``got`` in half, with ``decay`` and
     ``got_decay`` from weight decay. ``moved`` is True for entries with a new value at the end of any window."""
 
@@ -219,9 +219,9 @@ class Ways(NamedTuple):
     moved: torch.Tensor
 
     @staticmethod
-    def begun(moved: torch.Tensor) -> Ways:
+    def begun(moved: torch.Tensor) -> Movements:
         """Return zero movements for entries, with their ``moved`` so far."""
-        return Ways._make((*torch.zeros(4, len(moved), device=moved.device), moved))
+        return Movements._make((*torch.zeros(4, len(moved), device=moved.device), moved))
 
     @property
     def products(self) -> tuple[torch.Tensor, ...]:
@@ -248,7 +248,7 @@ class SampledRow:
         self._added = torch.stack(others[3:])
         self._foreign = torch.zeros_like(self._owners, dtype=torch.bool)
         self.states = {key: self._state(key) for key in optimizer.state.get(self.parameters[0], {})}
-        self._began_second = self.states.get(SECOND, torch.zeros_like(self.master)).clone()
+        self._began_second = self.states.get(SECOND_MOMENT, torch.zeros_like(self.master)).clone()
         self._steps = 0
 
     def _read(self, tensors: Iterable[Any]) -> torch.Tensor:
@@ -298,7 +298,7 @@ class SampledRow:
     @property
     def _beta(self) -> float:
         """The decay of the second moment, or 0 without a second moment."""
-        return float(self.group["betas"][1]) if SECOND in self.optimizer.state[self.parameters[0]] else 0.0
+        return float(self.group["betas"][1]) if SECOND_MOMENT in self.optimizer.state[self.parameters[0]] else 0.0
 
     def _note_decay(self, start: torch.Tensor, update: torch.Tensor) -> None:
         """Add a decoupled weight decay before and after rounding. A fused kernel rounds once, after both parts of an
@@ -341,7 +341,7 @@ class SampledRow:
         In a row made after the last step they are the current moments, with that step's gradients.
         """
         window = self._beta**self._steps
-        kept = self._state(SECOND) if self._beta else self._second
+        kept = self._state(SECOND_MOMENT) if self._beta else self._second
         start = self._began_second
         squares = self._second / (1.0 - window) if self._steps else self._gradient.square()
         known = before or Moments(step - self._steps, start, squares, start, start)
@@ -352,14 +352,14 @@ class SampledRow:
         least = gap * known.least + (1.0 - gap) * both.amin(0)
         return Moments(step, kept, squares, window * most + self._second, window * least + self._second)
 
-    def ways(self, before: Ways | None) -> tuple[Ways, Ways]:
+    def ways(self, before: Movements | None) -> tuple[Movements, Movements]:
         """Return the movements before and after the window."""
         wanted, got = self.master - self._origin, self._last - self._origin
-        known = before or Ways.begun(torch.zeros_like(self._foreign))
+        known = before or Movements.begun(torch.zeros_like(self._foreign))
         *pairs, moved = zip(known, (wanted, got, self._decay, self._got_decay, got != 0), strict=True)
-        return known, Ways._make((*(was + more for was, more in pairs), torch.logical_or(*moved)))
+        return known, Movements._make((*(was + more for was, more in pairs), torch.logical_or(*moved)))
 
-    def sums(self, before: Ways | None, moments: Moments) -> torch.Tensor:
+    def sums(self, before: Movements | None, moments: Moments) -> torch.Tensor:
         """Return a column for each parameter: the window's contribution to its ``Sums``, and its ``SecondMoment``."""
         known, now = self.ways(before)
         products = (more - less for more, less in zip(now.products, known.products, strict=True))
@@ -429,7 +429,7 @@ def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in group.items() if key != "params"}, **kernels}
 
 
-class Book:
+class OptimizerLedger:
     """The ledger's data of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -440,7 +440,7 @@ class Book:
         self.window: UpdateWindow | None = None
         self.first: list[SampledSums] = []
         self.moments: dict[tuple[int, ...], Moments] = {}
-        self.ways: dict[tuple[int, ...], Ways] = {}
+        self.ways: dict[tuple[int, ...], Movements] = {}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.is_kept, self.why_not = is_half, ""
@@ -479,7 +479,7 @@ class Book:
         self.moments.update({row.key: self._moments_of(row) for row in window.rows})
         ways = {row.key: row.ways(self.ways.get(row.key))[1] for row in window.rows}
         # The movements of a first window are kept apart.
-        self.ways.update(ways if self.first else {key: Ways.begun(one.moved) for key, one in ways.items()})
+        self.ways.update(ways if self.first else {key: Movements.begun(one.moved) for key, one in ways.items()})
         self.window = None
         return columns
 
@@ -503,7 +503,7 @@ class UpdateLedger:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._books: dict[int, Book] = {}
+        self._books: dict[int, OptimizerLedger] = {}
         self._spent, self._elapsed, self._latest = 0.0, 0.0, math.inf
         self._unread: list[SampledSums] = []
         self._read: Mapping[str, SampledParameter] = {}
@@ -528,7 +528,7 @@ class UpdateLedger:
         self.averages.end()
         book = self._books.get(id(optimizer))
         if book is None or book.of() is not optimizer:
-            book = self._books[id(optimizer)] = Book(optimizer)
+            book = self._books[id(optimizer)] = OptimizerLedger(optimizer)
         book.judge(optimizer)
         if book.is_kept and is_captured():
             book.window = None  # ops that run now would become part of a CUDA graph
@@ -565,7 +565,7 @@ class UpdateLedger:
         finally:
             self._is_in_a_pass = False
 
-    def _timed(self, book: Book, turn: Callable[[Book, Any], None], given: Any) -> None:
+    def _timed(self, book: OptimizerLedger, turn: Callable[[OptimizerLedger, Any], None], given: Any) -> None:
         began = time.perf_counter()
         try:
             with torch.no_grad():
@@ -578,7 +578,7 @@ class UpdateLedger:
             self._spent += spent
         book.cost += spent
 
-    def _before(self, book: Book, optimizer: Optimizer) -> None:
+    def _before(self, book: OptimizerLedger, optimizer: Optimizer) -> None:
         book.steps += 1
         self.hooks.close()
         if book.window is not None and not book.window.has_gradients:
@@ -589,12 +589,12 @@ class UpdateLedger:
         if book.window is not None:
             book.window.before()
 
-    def _may_begin(self, book: Book, optimizer: Optimizer) -> bool:
+    def _may_begin(self, book: OptimizerLedger, optimizer: Optimizer) -> bool:
         """True if there is time for another window; False if the optimizer's kernel unscales the gradients."""
         is_time = book.steps > SETTLES and self._spent + book.cost <= SHARE * self._elapsed
         return (is_time or book.steps == 1) and getattr(optimizer, "grad_scale", None) is None
 
-    def _after(self, book: Book, step: int) -> None:
+    def _after(self, book: OptimizerLedger, step: int) -> None:
         window = book.window
         assert window is not None
         window.after()

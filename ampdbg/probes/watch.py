@@ -31,12 +31,12 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaled_behind
+from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaler_marks
 from ampdbg.probes.models import Models, alive_in_process, outermost_owners
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
-from ampdbg.probes.seams import Seam, are_meta, attached, is_going_backward, only_follows
+from ampdbg.probes.seams import Seam, are_meta, attached, is_in_backward, is_tracing
 from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around, steps_under_way
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar, scalar_of, tensors_in
@@ -288,7 +288,7 @@ class Watch:
         stepping = next((one for one in (optimizer, *around) if one in self.optimizers), None)
         if stepping is None:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
-        step = self.turn_of(stepping)
+        step = self.begin_step_of(stepping)
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
         in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused kernel unscales itself
         divisor = step.loss_scale() if in_kernel else 1.0
@@ -335,7 +335,7 @@ class Watch:
 
     def _backward(self, original: Original, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """Watch autograd's only way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
-        if is_going_backward() or are_meta(roots):  # inside the engine, or without values
+        if is_in_backward() or are_meta(roots):  # inside the engine, or without values
             return original(roots, *args, **kwargs)
         self.learn()
         self._loop.trained.add(threading.get_ident())
@@ -343,7 +343,7 @@ class Watch:
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
         original = partial(self.ledger.in_a_pass, original)
-        scaled = scaled_behind(roots)
+        scaled = scaler_marks(roots)
         scaler = scaled[0].by if scaled else None
         if self.ledger.passes < FEW_PASSES and not scaled:
             self._scales_by_hand = self._scales_by_hand or is_scaled_by_hand(roots)
@@ -382,7 +382,7 @@ class Watch:
         every = (one for module in alive_in_process(torch.nn.Module) for one in module.parameters(recurse=False))
         owners = outermost_owners({id(one) for one in every if one.grad is not None}) if len(self.optimizers) else ()
         weights = {id(one): one for owner in owners for one in owner.parameters() if one.requires_grad}
-        for optimizer in self.optimizers.copying([*weights.values()]):
+        for optimizer in self.optimizers.adopt_copies_of([*weights.values()]):
             self.calls.add_originals(optimizer, weights.values())
 
     def _give_up(self, step: OpenStep) -> None:
@@ -426,7 +426,7 @@ class Watch:
             return
         if not self._loop.is_inside("step"):
             self._before_bare_step(optimizer, has_closure)
-        elif self._measures.steps_on_lost(optimizer):
+        elif self._measures.steps_despite_nonfinite_loss(optimizer):
             # A non-finite loss may have finite gradients, as the mean over no target has. No scaler withholds its step.
             self.lost(optimizer)
         if not has_closure:  # the closure makes the gradients
@@ -438,10 +438,10 @@ class Watch:
         self.contract.inside(optimizer)
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        step = self.turn_of(optimizer)
+        step = self.begin_step_of(optimizer)
         if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure computes its own losses
             self._close()
-            step = self.turn_of(optimizer)
+            step = self.begin_step_of(optimizer)
         rewritten = self.calls.rewritten()
         if not has_closure:  # the closure makes the gradients
             self._look_before_a_step(optimizer, step)
@@ -479,7 +479,7 @@ class Watch:
         if step.scaler is None and step.bare.keys() == set(map(id, self.optimizers)):
             self._close()
 
-    def turn_of(self, optimizer: Optimizer) -> OpenStep:
+    def begin_step_of(self, optimizer: Optimizer) -> OpenStep:
         """Return the open step of an optimizer that is about to step. End a different step that was already taken. The
         step gets the number of its first optimizer."""
         step = self._loop.step_of(self.calls.place_of(optimizer))
@@ -505,7 +505,7 @@ class Watch:
         self.log.close(step)
         self.ended(step.skipped or not step.is_known_finite())
 
-    def fails_open(self, *, is_cut: bool) -> Literal["loss", "gradients"] | None:
+    def nonfinite_in_open_step(self, *, is_cut: bool) -> Literal["loss", "gradients"] | None:
         """Return what is non-finite after a backward pass if no optimizer has stepped yet, else None. Gradients count
         only if the script's end cuts the step (``is_cut``), and mark it as skipped. On a GPU this syncs."""
         step = self._loop.now
@@ -565,7 +565,7 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: An
         return original(*args, **kwargs)
     call, inside = (seam, id(args[0]) if args else 0), watch._loop.inside
     # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-    if watch.is_paused or call in inside or (seam in _OF_ENABLED and not args[0].is_enabled()):
+    if watch.is_paused or call in inside or (seam in _SKIPPED_IF_DISABLED and not args[0].is_enabled()):
         return original(*args, **kwargs)
     inside.append(call)
     try:
@@ -578,7 +578,7 @@ def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, arg
     """Handle the hook before or after every step of an optimizer. Before a step with a closure, return arguments with a
     wrapped closure. The ledger runs after the closure, which makes the gradients."""
     watch = alive()
-    if watch is None or watch.is_paused or only_follows():
+    if watch is None or watch.is_paused or is_tracing():
         return None
     if watch.is_inside_a_step:
         watch.guard.hooked(Watch._inside_a_step, watch, optimizer)
@@ -606,7 +606,7 @@ def _followed(alive: weakref.ref[Watch], optimizer: Optimizer, closure: Any) -> 
     return followed
 
 
-_OF_ENABLED = ("step", "update", "get_scale")
+_SKIPPED_IF_DISABLED = ("step", "update", "get_scale")
 """These methods do nothing in a disabled scaler, so its loop counts as a loop without a scaler."""
 
 _AROUND: Mapping[Seam, Original] = {

@@ -44,7 +44,7 @@ Cured = Callable[[Sequence[Tried]], None]
 """Called when a patch cures all failing steps, before the remaining experiments."""
 
 
-def seen_in(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
+def run_in_live_workload(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
     """Run a job's experiments in an existing run, with the job's patch temporarily in force.
 
     Raises:
@@ -59,7 +59,7 @@ def seen_in(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observ
     return _without_raising(seen)
 
 
-def seen_anew(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
+def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
     """Run a job's experiments in a workload rebuilt from the patched files, and keep the running workload unchanged."""
 
     def seen() -> Seen:

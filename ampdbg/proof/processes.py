@@ -175,7 +175,7 @@ def main() -> None:
     task, arguments, outlives, sys.argv = pickle.loads((folder / "task").read_bytes())
     if not outlives:
         _thread.start_new_thread(_end_with, (given,))
-    task(*arguments, _Told(events), functools.partial(_deliver, folder), folder)
+    task(*arguments, _ForwardingObserver(events), functools.partial(_deliver, folder), folder)
 
 
 def _end_with(given: IO[str]) -> None:
@@ -188,7 +188,7 @@ def _deliver(folder: Path, result: Any) -> None:
     replace_file(folder / "result", pickle.dumps(result))
 
 
-class _Told(Observer):
+class _ForwardingObserver(Observer):
     def __init__(self, stream: IO[str]) -> None:
         for name in ("replay", "search", "trial", "stage"):
             setattr(self, name, functools.partial(self._send, stream, name))

@@ -10,7 +10,14 @@ from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.config.schema import LossScale, Precision
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.experiments import Cured, see_in_script, seen_anew, seen_in, train_alone, trained_in_fp32
+from ampdbg.proof.experiments import (
+    Cured,
+    run_in_live_workload,
+    run_in_rebuilt_workload,
+    see_in_script,
+    train_alone,
+    trained_in_fp32,
+)
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
 from ampdbg.proof.processes import JobStarter, Pending
 from ampdbg.proof.swap import CannotSwapError
@@ -114,12 +121,12 @@ class _Proving:
         """Return the results of a job in the existing run, or in another if the patch cannot be swapped in."""
         try:
             standing = replace(job, patched=job.patched.standing or job.patched)
-            return seen_in(self.run, self.failing, standing, self.observer, cured)
+            return run_in_live_workload(self.run, self.failing, standing, self.observer, cured)
         except CannotSwapError as why:
             if job.captured is not None:
                 seen = self.start(see_in_script, job)(self.observer)
             else:
-                seen = seen_anew(self.failing, job, self.observer, cured)
+                seen = run_in_rebuilt_workload(self.failing, job, self.observer, cured)
             return replace(seen, anew=str(why))
 
     def training(self, patched: Seen, float32: Trained | None) -> Iterator[ProofStep]:

@@ -19,9 +19,9 @@ from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
 from ampdbg.patch.plan import (
     WAYS,
-    Materials,
     Patch,
-    Rest,
+    PatchWithoutUnit,
+    PlanInputs,
     constants_kept,
     lines_that_may_be_edited,
     planned,
@@ -164,7 +164,7 @@ def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
     return tuple(root for root in searched.record.roots if root.name in own)
 
 
-def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, trains: bool) -> Suggestion:
+def _with_patch(record: Record, materials: PlanInputs, prover: Prover | None, *, trains: bool) -> Suggestion:
     """Return the narrowest patch that is proven, trying wider patches after failures.
 
     Constants kept in range need no pins. If such an edit computes something else, such as a larger eps, it may hold for
@@ -266,7 +266,7 @@ def _patched(edits: Sequence[FileEdit]) -> Patched:
     return Patched({edit.path: edit.after for edit in edits})
 
 
-def _without(rest: Rest) -> Patched:
+def _without(rest: PatchWithoutUnit) -> Patched:
     standing = replace(_patched(rest.lines), pins=tuple(name or EVERYTHING for name in rest.names))
     return replace(_patched(rest.edits), standing=standing)
 
@@ -294,7 +294,7 @@ def _proof(
     return prove(job, ended.run, ended.failing, without, observer, start)
 
 
-def _materials(ended: Bisected) -> Materials:
+def _materials(ended: Bisected) -> PlanInputs:
     """Return a plan's inputs, with the half tensors' names in editable functions, from a replay of the failing step."""
     pins, run, first = ended.record.pins, ended.run, ended.failing[0]
     model = run.workload.model
@@ -305,7 +305,7 @@ def _materials(ended: Bisected) -> Materials:
         replay_step(run, first.snapshot, half)
     # Prefer names seen in the replay. For lines that it does not run, use the names seen in the run.
     seen = {line: found for line, found in names.items() if found.half or found.full}
-    return Materials(model, pins, lines, {**run.names, **seen}, run.makings)
+    return PlanInputs(model, pins, lines, {**run.names, **seen}, run.makings)
 
 
 def _refuse_stale(known: Record | None) -> None:

@@ -84,7 +84,7 @@ class RunLog:
 
     def thinned(self, steps: Sequence[Step]) -> None:
         """Rewrite the log after the record dropped healthy steps; ``steps`` remain."""
-        if self._path and self._file is not None and self._goes_on and self._path.is_file():
+        if self._path and self._file is not None and self._is_writable and self._path.is_file():
             lines = [_HEAD, self._record, *(_line("investigation", one) for one in self._seen)]
             lines += [_line("step", one) for one in steps]
             try:
@@ -126,13 +126,13 @@ class RunLog:
         self._write(self._record)
 
     @property
-    def _goes_on(self) -> bool:
+    def _is_writable(self) -> bool:
         """True if the log is still open and this process began the run: a forked child writes nothing."""
         return not self._is_over and os.getpid() == self._owner
 
     def _write(self, line: bytes) -> None:
         """Append a line in one write, so that a killed process leaves the whole line or nothing."""
-        if not self._goes_on:
+        if not self._is_writable:
             return
         try:
             if self._file is None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.state import TENSOR, Held, Kind, held_before_a_step
+from ampdbg.replay.state import TENSOR, Kind, SavedContents, held_before_a_step
 
 LOOKED_AT = 2
 """The number of calls of each module that are examined whole."""
@@ -26,7 +26,7 @@ SAMPLE = 1024
 """The approximate number of entries of a frozen parameter that are compared to find a write by a call."""
 
 
-NOTHING = Held({})
+NOTHING = SavedContents({})
 
 FrozenSample = tuple[int, torch.Tensor]
 """The address of a parameter and some of its entries: its version counter misses writes through ``.data``."""
@@ -36,13 +36,13 @@ class _Kept(NamedTuple):
     """The state of a module before one call, and the versions of its buffers and parameters. For a call that is
     examined whole there are also ``samples`` of frozen parameters."""
 
-    held: Held
+    held: SavedContents
     written: Mapping[str, int]
     samples: Mapping[str, FrozenSample]
 
 
 @dataclass
-class _Root:
+class _ModuleHistory:
     """The records of one module. ``kept`` has the state before each recorded call by the number of the call.
 
     ``changes`` has the values that its calls are known to change. ``left`` has the version of each of its ``untrained``
@@ -75,11 +75,11 @@ class _Root:
         frozen = {name: one for name, one in self.tensors.items() if self.is_looked_at and _is_frozen(one)}
         self.kept[number] = _Kept(self._held(module), written, _samples(frozen))
 
-    def _held(self, module: torch.nn.Module) -> Held:
+    def _held(self, module: torch.nn.Module) -> SavedContents:
         if not self.is_looked_at and not self.changes:
             return NOTHING
         with torch.no_grad(), _disable_current_modes():
-            known = Held.now(self._changing())
+            known = SavedContents.now(self._changing())
             return held_before_a_step(module).with_earlier(known) if self.is_looked_at else known
 
     def _changing(self) -> list[tuple[Any, Kind]]:
@@ -151,18 +151,18 @@ def _are_same(one: FrozenSample, other: FrozenSample) -> bool:
     return one[0] == other[0] and torch.equal(one[1], other[1])
 
 
-class Before:
+class EarlierStates:
     """The state of modules before each of their recorded calls."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, tuple[weakref.ref[torch.nn.Module], _Root]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.nn.Module], _ModuleHistory]] = {}
         """By the ``id`` of a module, which another module may have reused."""
 
     @property
-    def _roots(self) -> list[_Root]:
+    def _roots(self) -> list[_ModuleHistory]:
         return [root for alive, root in self._alive.values() if alive() is not None]
 
-    def _root(self, module: torch.nn.Module) -> _Root | None:
+    def _root(self, module: torch.nn.Module) -> _ModuleHistory | None:
         alive, root = self._alive.get(id(module), (None, None))
         return root if alive is not None and alive() is module else None
 
@@ -170,7 +170,7 @@ class Before:
         """Save the state of the module before the call with this number."""
         root = self._root(module)
         if root is None:
-            root = _Root()
+            root = _ModuleHistory()
             self._alive = {key: known for key, known in self._alive.items() if known[0]() is not None}
             self._alive[id(module)] = weakref.ref(module), root
         root.begins(number, module)

@@ -48,7 +48,7 @@ WRONG_ANGLES = 0.1
 OpRun = tuple[OpKey, int]
 """An op and the number of its run: all its runs have the same key."""
 
-NOWHERE, UNMET = (0.0, False), (0.0, True)
+NEVER_FINITE, ALWAYS_FINITE = (0.0, False), (0.0, True)
 """The assumed magnitude and finiteness of an op that does not run in FP32: never finite, or always finite."""
 
 
@@ -62,7 +62,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
     met = fp32.trace.met if fp32.trace else {}
-    harmless = {index for index in trace.harmless if met.get(trace.ops[index].key, NOWHERE)[0] > FLOAT16.largest}
+    harmless = {index for index in trace.harmless if met.get(trace.ops[index].key, NEVER_FINITE)[0] > FLOAT16.largest}
     meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
     reaching = _reaching_gradients(trace, met) - meant if math.isfinite(replayed.replay.loss) else set()
     producing = {index for index, seen in enumerate(trace.ops) if seen.produces}
@@ -82,7 +82,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     kept = Counter[tuple[str, bool, bool]]()
     for i in starts:
         seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
-        is_no_fault = circumstances.is_constant or not met.get(seen.key, UNMET)[1]
+        is_no_fault = circumstances.is_constant or not met.get(seen.key, ALWAYS_FINITE)[1]
         kind = seen.place.phase, is_no_fault, seen.output.nan > 0
         if kept[kind] >= most:
             continue
@@ -104,12 +104,14 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
     """
     found = trace.bad.in_gradients
     begin = {index for index in found if trace.ops[index].produces}
-    return {index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, UNMET)[1]}
+    return {
+        index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, ALWAYS_FINITE)[1]
+    }
 
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
     """True if the code writes an infinity as a constant, in FP32 too."""
-    return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NOWHERE)[1]
+    return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NEVER_FINITE)[1]
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
@@ -178,7 +180,7 @@ HIGHER = (2.0**6, 2.0**12, 2.0**20)
 """The multiples of the loss scale at which to search for a gradient that was flushed to zero."""
 
 
-def held_against(
+def compared_with_fp32(
     low: Replayed,
     fp32: Replayed,
     noise: Noise,
@@ -312,7 +314,7 @@ class _Makers:
         while earlier := bisect_left(made := self._made.get((largest, phase), ()), index):
             index = made[earlier - 1]
             seen = self._ops[index]
-            fp32, is_finite = self._met.get(seen.key, UNMET)
+            fp32, is_finite = self._met.get(seen.key, ALWAYS_FINITE)
             is_cast, at = base_name(seen.op) in CASTS, scale if phase == "backward" else 1.0
             if not is_cast and (not fp32 or not is_finite or largest < DEPARTURE * fp32 * at):
                 break

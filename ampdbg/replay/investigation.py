@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ampdbg.agreement import AGREEMENT, GRADIENT_DOUBT, agrees, is_beyond_noise, is_finite, is_same_run
+from ampdbg.agreement import AGREEMENT, GRADIENT_WARNING, agrees, is_beyond_noise, is_finite, is_same_run
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.losses import losses_of, may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
@@ -19,7 +19,7 @@ from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.garbage import seldom_collected
-from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
+from ampdbg.probes.producer_trace import ProducerTrace, ReplacedProducerTrace, SampleTrace
 from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
@@ -27,8 +27,8 @@ from ampdbg.record.run import Investigation, Replay, Step
 from ampdbg.replay.comparison import (
     PRODUCERS_KEPT,
     Noise,
+    compared_with_fp32,
     departure,
-    held_against,
     overflows_on_the_way,
     producers_of,
     rounded_angles,
@@ -122,10 +122,10 @@ class _Replays:
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
         noise = self._floor(fp32)
-        replay, floor = held_against(low, fp32, noise, self._at_scale)
+        replay, floor = compared_with_fp32(low, fp32, noise, self._at_scale)
         if (replay.gradient_distance or 0.0) > AGREEMENT:
             replay = self._with_erased(low, replay)
-        if (replay.gradient_distance or 0.0) > GRADIENT_DOUBT:
+        if (replay.gradient_distance or 0.0) > GRADIENT_WARNING:
             floor = floor or noise.floor.replay
         made = Investigation(self._snapshot.step, "end", replay, producers_of(fp32, fp32), floor=floor)
         if isinstance(low.trace, ProducerTrace) and low.trace.angular:
@@ -149,7 +149,7 @@ class _Replays:
             return replay
         found = [one for one in enumerate(producers) if one[1].phase == "backward" and one[1].inf + one[1].nan]
         for place, producer in found[:MOST_ERASED] if replay.gradients == () or len(found) > 1 else ():
-            mended = functools.partial(Mended, producer=producer)
+            mended = functools.partial(ReplacedProducerTrace, producer=producer)
             other = self._replay("a gradient's inf mended", self._as_it_was, traced=mended, keep_gradients=True)
             if not _are_same(low.gradients, other.gradients):
                 break
@@ -190,7 +190,7 @@ class _Replays:
             scale, factor = max(1.0, scale / factor), 4.0
             low = self._at_scale(scale)
             if is_finite(low.replay):
-                replay, floor = held_against(low, fp32, self._floor(fp32), at_scale)
+                replay, floor = compared_with_fp32(low, fp32, self._floor(fp32), at_scale)
                 return (*found, replay), floor
             found.append(low.replay if scale > 1.0 else self._traced_at_one(fp32))
         return tuple(found), None

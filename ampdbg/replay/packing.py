@@ -18,7 +18,7 @@ import torch
 
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.replay.random_state import RandomState, kept_random_state
-from ampdbg.replay.state import OBJECT, Held, Kinds
+from ampdbg.replay.state import OBJECT, Kinds, SavedContents
 
 SCALARS: Mapping[type, tuple[str, Callable[[Any], bool], Callable[[Any], str]]] = {
     NoneType: ("", lambda value: False, str),
@@ -67,7 +67,7 @@ class Packing:
             contents are packed, and a value that cannot be written is named.
     """
 
-    def __init__(self, prefix: str, held: Held | None = None) -> None:
+    def __init__(self, prefix: str, held: SavedContents | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._prefix = prefix
         self._held = held

@@ -13,7 +13,7 @@ from typing import Any
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Producer, Replay
-from ampdbg.replay.comparison import Noise, departure, held_against, producers_of, rounded_angles
+from ampdbg.replay.comparison import Noise, compared_with_fp32, departure, producers_of, rounded_angles
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
@@ -21,7 +21,7 @@ from ampdbg.replay.snapshot import FailingStep
 LOWEST_SCALE = 1.0
 """The lowest loss scale to try: no dynamic scaler that works has a lower one."""
 
-SUSPECTS = 10_000
+MOST_SUSPECTS = 10_000
 """The most producers of one kind in a replay: the next trial pins every one."""
 
 
@@ -62,7 +62,7 @@ class PinnedReplays:
         """The step in FP32 with its gradients; it has a trace only if one was needed before."""
         return self._in_fp32(None)
 
-    def with_pins(self, pins: Sequence[str], *, is_brief: bool = False, most: int = SUSPECTS) -> Investigation:
+    def with_pins(self, pins: Sequence[str], *, is_brief: bool = False, most: int = MOST_SUSPECTS) -> Investigation:
         """Return an investigation of the step with ``pins`` in force. It has the FP16 replay with producers and
         distances, the FP32 replay, and the noise floor if it was needed.
 
@@ -130,12 +130,12 @@ class PinnedReplays:
         return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
 
     def _held_against_fp32(
-        self, low: Replayed, pins: Sequence[str], most: int = SUSPECTS
+        self, low: Replayed, pins: Sequence[str], most: int = MOST_SUSPECTS
     ) -> tuple[Replay, Replay | None]:
         """Return the comparison with FP32. A lost gradient needs a trace, even in a brief replay. Only a trace shows
         overflows, and so if a gradient that is zero at any scale was flushed."""
         at_scale = functools.partial(self._at_scale, pins)
-        held = held_against(low, self._reference(low), self._floor, at_scale if low.trace else None, most)
+        held = compared_with_fp32(low, self._reference(low), self._floor, at_scale if low.trace else None, most)
         if low.trace is None and not keeps_its_gradients(held[0]):
             return self._held_against_fp32(at_scale(low.replay.scale, ProducerTrace), pins, most)
         return held

@@ -35,15 +35,15 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_behind
+from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_of_small_graph
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.optimizers import stepped_by
-from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_going_backward, only_follows, replaced
+from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_in_backward, is_tracing, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import Mark, is_finite, leaves_of, nbytes, read_aside, times_written
-from ampdbg.probes.unfollowed import leave_ours_alone
-from ampdbg.replay.before import Before
+from ampdbg.probes.unfollowed import exclude_from_compile
+from ampdbg.replay.before import EarlierStates
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.run import name_of_line
@@ -122,7 +122,7 @@ OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see t
 
 
 @dataclass(eq=False, slots=True)
-class Noted:
+class NotedCall:
     """One recorded call of a module, or of a function, which has a ``name``.
 
     ``given`` are the arguments, with ``Made`` instead of results of recorded calls. ``inputs`` are the remaining
@@ -187,7 +187,7 @@ class _Thread:
     """The records of one thread."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, Noted] = {}
+        self.calls: dict[int, NotedCall] = {}
         self.modules = Counter[int]()
         """The number of recorded calls of each module, by ``id``."""
         self.numbers = count()
@@ -266,14 +266,14 @@ class Recorder(TorchFunctionMode):
         self._scaling: set[int] = set()
         self._compiles = ""
         self._entered: list[Recorder] = []
-        self.before = Before()
+        self.before = EarlierStates()
         self.looking: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns the context manager entered around each recorded call; a null context once the script compiles."""
         self._guard = Guard()
         self._leaving = ExitStack()
 
     def __enter__(self) -> Recorder:
-        leave_ours_alone()
+        exclude_from_compile()
         stack, entered = self._leaving, self._entered
         entered.append(self)
         stack.callback(self._off)
@@ -317,7 +317,7 @@ class Recorder(TorchFunctionMode):
     def _lower(self, region: Any, *_: Any) -> None:
         """Start to record when an autocast region is entered: casts before the first module call belong to the step."""
         is_step = region._enabled and torch.is_grad_enabled() and not self._now.inside
-        if is_step and not (self._guard.failure or self._is_paused() or only_follows()):
+        if is_step and not (self._guard.failure or self._is_paused() or is_tracing()):
             self._guard.hooked(self._on)
 
     def _off(self) -> None:
@@ -342,7 +342,7 @@ class Recorder(TorchFunctionMode):
         """Run a torch function, and record it if it takes floating-point tensors or results of recorded calls."""
         kwargs = kwargs or {}
         now = self._now
-        if now.inside or not now.is_on or not self._guard.answered(self._is_part, function, args, kwargs):
+        if now.inside or not now.is_on or not self._guard.run_predicate(self._is_part, function, args, kwargs):
             return function(*args, **kwargs)
         return self._run(function, function, args, kwargs)
 
@@ -352,18 +352,18 @@ class Recorder(TorchFunctionMode):
             return False
         if function in NO_PART or (self._now.wrappers and name in HOOKS):
             return False
-        if self._guard.failure or self._is_paused() or _may_only_follow():
+        if self._guard.failure or self._is_paused() or _may_be_tracing():
             return False
         # Ops on data alone count as well: a target that is inf in half precision is finite in an FP32 replay.
         return any(one.is_floating_point() or self._maker(one) is not None for one in _tensors(args, kwargs))
 
     def run_call(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module call, and record it if it is an outermost one."""
-        if self._guard.failure or only_follows() or torch.is_inference_mode_enabled():
+        if self._guard.failure or is_tracing() or torch.is_inference_mode_enabled():
             return original(module, *args, **kwargs)
-        if self._is_paused() or is_going_backward():
+        if self._is_paused() or is_in_backward():
             return original(module, *args, **kwargs)
-        if _hands_on(module):
+        if _is_wrapper(module):
             return self._readied(original, module, args, kwargs)
         if peek_interpreter_stack() is not None:  # a backward pass of torch.func belongs to no single call
             return original(module, *args, **kwargs)
@@ -378,7 +378,7 @@ class Recorder(TorchFunctionMode):
         """Run an ``autograd.Function``, and record it like a torch function if it belongs to the script."""
         now = self._now
         is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
-        if not is_noted or not self._guard.answered(self._is_part, function, args, kwargs):
+        if not is_noted or not self._guard.run_predicate(self._is_part, function, args, kwargs):
             return apply(*args, **kwargs)
         return self._run(OwnFunction(function), apply, args, kwargs)
 
@@ -408,8 +408,8 @@ class Recorder(TorchFunctionMode):
         number, line = next(now.numbers), innermost_line()
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
         state = now.random_states.before_a_call() if _draws(function, name) else now.random_states.latest
-        noted = Noted(function, name, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
-        taking = _Taking(self, noted, is_in_place=_is_in_place(name))
+        noted = NotedCall(function, name, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
+        taking = _ArgumentRecorder(self, noted, is_in_place=_is_in_place(name))
         noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kw.items()}
         for tensor, _ in noted.inputs:
             now.takers[id(tensor)].append(number)
@@ -437,12 +437,12 @@ class Recorder(TorchFunctionMode):
                 self._is_changed(number, made, tensor)
         is_a_weight = is_first and not noted.writes and result.is_leaf and result.requires_grad
         if not is_a_weight:  # a parameter stays the model's
-            self._gives(number, noted, made_in(args[0] if noted.writes else result))
+            self._add_results(number, noted, made_in(args[0] if noted.writes else result))
         if noted.module is not None:
             written = (one for one in made_in_arguments(args, kwargs) if taking.is_new(one[1]))
-            self._gives(number, noted, written)
+            self._add_results(number, noted, written)
 
-    def _keeps(self, tensor: torch.Tensor) -> None:
+    def _copy_before_write(self, tensor: torch.Tensor) -> None:
         """Before a write to a data tensor, store a copy of the tensor in all calls that took it."""
         numbers = self._now.takers.get(id(tensor), ())
         calls = [call for number in numbers if (call := self._now.calls.get(number)) is not None]
@@ -452,7 +452,7 @@ class Recorder(TorchFunctionMode):
         for call in takers:
             call.keeps(tensor, copied)
         if tensor._base is not None:
-            self._keeps(tensor._base)
+            self._copy_before_write(tensor._base)
 
     def _is_changed(self, number: int, made: Made, tensor: torch.Tensor) -> None:
         """Make later readers of the written tensor depend on this call too."""
@@ -460,7 +460,7 @@ class Recorder(TorchFunctionMode):
         for call in {made.call, *([base.call] if base is not None else [])}:
             self._now.changed.setdefault(call, []).append(number)
 
-    def _gives(self, number: int, noted: Noted, results: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _add_results(self, number: int, noted: NotedCall, results: Iterable[tuple[str, torch.Tensor]]) -> None:
         now, made = self._now, self._now.made
         for path, tensor in results:
             held = weakref.ref(tensor)
@@ -563,7 +563,7 @@ class Recorder(TorchFunctionMode):
     def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the autograd engine; its arguments are (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         now = self._now
-        is_step = kwargs.get("accumulate_grad", True) and not is_going_backward()
+        is_step = kwargs.get("accumulate_grad", True) and not is_in_backward()
         was_on, now.was_on = now.is_on or now.was_on, False
         self._off()
         if is_step:
@@ -671,7 +671,7 @@ class Recorder(TorchFunctionMode):
             self._drop_oldest_passes()
         now.has_gone = False
 
-    def _is_past(self, call: Noted) -> bool:
+    def _is_past(self, call: NotedCall) -> bool:
         """True if every optimizer may have stepped since the call, so its results without gradients count as data."""
         return self._steps - call.steps > len(self._stepped)
 
@@ -685,7 +685,7 @@ class Recorder(TorchFunctionMode):
         looked_at, now.pruned_to = -1 if is_whole else now.pruned_to, last
         later = {n: now.calls[n] for n in takewhile(lambda number: number > looked_at, reversed(now.calls))}
 
-        def leads(call: Noted, read: int) -> bool:
+        def leads(call: NotedCall, read: int) -> bool:
             return read in later and not (self._is_past(later[read]) and call.takes_data_of(read))
 
         recent = {number: call for number, call in later.items() if not self._is_past(call)}
@@ -729,13 +729,15 @@ class Recorder(TorchFunctionMode):
             if now.made[key][1].call == number:
                 del now.made[key]
 
-    def _of_data(self, held: Collection[int], known: Collection[int], leads: Callable[[Noted, int], bool]) -> set[int]:
+    def _of_data(
+        self, held: Collection[int], known: Collection[int], leads: Callable[[NotedCall, int], bool]
+    ) -> set[int]:
         """Return the calls that led to live results without gradients. Results of the last module call come first, then
         earlier results while there is room. The remaining results count as plain data from now on."""
         calls, found, counted, room = self._now.calls, set[int](), set[int](), MOST_DATA_BYTES
         latest = max((number for number, call in calls.items() if call.module is not None), default=0)
 
-        def leads_on(call: Noted, read: int) -> bool:
+        def leads_on(call: NotedCall, read: int) -> bool:
             return not (read in found or read in known) and leads(call, read)
 
         for number in sorted(held, reverse=True):
@@ -793,13 +795,13 @@ class Recorder(TorchFunctionMode):
     def _at(self, loss: torch.Tensor) -> set[Line | None]:
         return self._called_at(self._maker(loss))
 
-    def doubt(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
+    def watch_given_up_loss(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
         """Let the next backward pass call ``lead_back``: True if it includes the loss, False if the loop gave it up."""
         made = self._maker(loss)
         self._doubtful = None if made is None else (made.call, lead_back)
 
     def is_in_doubt(self, loss: torch.Tensor) -> bool:
-        """True if the report of :meth:`doubt` is still due for this loss, or for a value that led to it."""
+        """True if the report of :meth:`watch_given_up_loss` is still due for this loss, or for a value that led to it."""
         made = self._maker(loss)
         if made is None or self._doubtful is None:
             return False
@@ -897,7 +899,7 @@ class Recorder(TorchFunctionMode):
         self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module, device: str
     ) -> tuple[RecordedStep | None, str, ModelState]:
         numbers = sorted(set().union(*(part for part, _ in parts)))
-        if not all(calls.is_data_beside(number, model) for number in numbers):
+        if not all(calls.takes_only_trained_outside_values(number, model) for number in numbers):
             return None, NOT_ALL_SEEN, ModelState()
         whys = [*map(calls.why_not, numbers)]  # check all calls: each check marks the inputs to copy from now on
         if any(whys):
@@ -941,13 +943,13 @@ class _Calls:
 
     def __init__(
         self,
-        calls: Mapping[int, Noted],
+        calls: Mapping[int, NotedCall],
         changed: Mapping[int, Sequence[int]],
         written: Mapping[int, int],
         copied: set[tuple[Line | None, str]],
-        before: Before,
+        before: EarlierStates,
     ) -> None:
-        self.calls: dict[int, Noted] = dict(calls)
+        self.calls: dict[int, NotedCall] = dict(calls)
         self._changed, self._written, self._copied, self._before = changed, written, copied, before
         self._latest = max((one.steps for one in calls.values()), default=0)
         self._whys: dict[int, str] = {}
@@ -1017,7 +1019,7 @@ class _Calls:
         """Return why a call that another call reads cannot be replayed; the call may be forgotten."""
         return self._whys.get(read, "" if read in self.calls else NOT_ALL_SEEN)
 
-    def is_data_beside(self, number: int, model: torch.nn.Module) -> bool:
+    def takes_only_trained_outside_values(self, number: int, model: torch.nn.Module) -> bool:
         """True if the call's inputs from unrecorded graphs are finite and depend only on trained weights beside the
         model. An example is a temperature. No gradient of the model passes through such inputs."""
         weights = self._written.keys() - {id(one) for one in model.parameters()}
@@ -1040,7 +1042,7 @@ class _Calls:
             needed |= _behind(self.calls, more, self._leads)
         return needed
 
-    def _leads(self, call: Noted, read: int) -> bool:
+    def _leads(self, call: NotedCall, read: int) -> bool:
         return not self._why(read) or not call.takes_data_of(read)
 
     def given(self, number: int, own: Collection[int]) -> tuple[Any, Any]:
@@ -1070,7 +1072,9 @@ class _Calls:
 
 
 def _behind(
-    calls: Mapping[int, Noted], numbers: Iterable[int], leads: Callable[[Noted, int], bool] = lambda call, read: True
+    calls: Mapping[int, NotedCall],
+    numbers: Iterable[int],
+    leads: Callable[[NotedCall, int], bool] = lambda call, read: True,
 ) -> set[int]:
     """Return these calls and all calls that they read from, as far as ``leads`` is true."""
     waiting, found = list(numbers), set[int]()
@@ -1082,10 +1086,10 @@ def _behind(
     return found
 
 
-class _Taking:
+class _ArgumentRecorder:
     """Converts the arguments of one call. ``made`` lists results of earlier calls, each with its version."""
 
-    def __init__(self, recorder: Recorder, noted: Noted, *, is_in_place: bool) -> None:
+    def __init__(self, recorder: Recorder, noted: NotedCall, *, is_in_place: bool) -> None:
         self.made: list[tuple[Made, torch.Tensor, int]] = []
         self._recorder, self._noted, self._is_first = recorder, noted, is_in_place
         self._given = set[int]()
@@ -1109,7 +1113,7 @@ class _Taking:
         self._given.add(id(tensor))
         is_first, self._is_first = self._is_first, False
         if is_first:
-            recorder._keeps(tensor)
+            recorder._copy_before_write(tensor)
         made, times = recorder._maker(tensor), times_written(tensor)
         if made is not None:
             self.made.append((made, tensor, times))
@@ -1119,7 +1123,7 @@ class _Taking:
                 recorder._now.keeps(tensor)
             return made
         if tensor.requires_grad and not tensor.is_leaf:  # detached, because it would keep its graph alive
-            leaves, tensor = leaves_behind(tensor), tensor.detach()
+            leaves, tensor = leaves_of_small_graph(tensor), tensor.detach()
             if leaves is None:
                 noted.why_not = NOT_ALL_SEEN
                 return None
@@ -1148,7 +1152,7 @@ def _is_in_place(name: str) -> bool:
     return name in WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
-_Begun = tuple[int, Noted, _Taking]
+_Begun = tuple[int, NotedCall, _ArgumentRecorder]
 """The number, the record and the arguments of a running call."""
 
 
@@ -1158,15 +1162,15 @@ def _mades(given: Any) -> list[Made]:
     return found
 
 
-def _described(call: Noted) -> str:
+def _described(call: NotedCall) -> str:
     name = (call.name or type(call.function).__name__).strip("_")
     return f"{name} at {name_of_line(*call.line[:2])}" if call.line is not None else name
 
 
-def _may_only_follow() -> bool:
-    """Return ``only_follows()``, but evaluate it only after cheap checks, because a step has many functions."""
+def _may_be_tracing() -> bool:
+    """Return ``is_tracing()``, but evaluate it only after cheap checks, because a step has many functions."""
     is_any = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-    return (is_any or is_fx_tracing()) and only_follows()
+    return (is_any or is_fx_tracing()) and is_tracing()
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -1228,7 +1232,7 @@ def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Calla
     return call
 
 
-def _hands_on(module: torch.nn.Module) -> bool:
+def _is_wrapper(module: torch.nn.Module) -> bool:
     """True if the module is a wrapper, so that the call of its inner model is recorded instead. DistributedDataParallel
     and Fabric prepare each call for a backward pass. Without it the next call raises; Fabric rejects a foreign pass."""
     held = module._modules

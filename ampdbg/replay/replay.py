@@ -18,7 +18,7 @@ from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES, clip
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, spread, widen, widened
-from ampdbg.probes.draws import drawn_alike
+from ampdbg.probes.draws import same_random_numbers
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
@@ -223,7 +223,7 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
     try:
         with (
             lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext(),
-            drawn_alike(
+            same_random_numbers(
                 snapshot.draws,
                 notes=_is_as_it_was(run, manner),
                 wider=LIFTS.get(manner.dtype) if manner.is_lifted else None,

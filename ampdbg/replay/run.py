@@ -21,7 +21,7 @@ from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import LossScaler, PrecisionMode, mode_of
 from ampdbg.probes.half_names import NamesByLine
-from ampdbg.probes.makings import Makings
+from ampdbg.probes.makings import Constructions
 from ampdbg.replay.random_state import seeded
 from ampdbg.source.ownership import Line
 from ampdbg.workload.build import Workload, build_workload
@@ -61,7 +61,7 @@ class Run:
     device: torch.device
     mode: PrecisionMode
     started: float
-    makings: Makings = field(default_factory=Makings)
+    makings: Constructions = field(default_factory=Constructions)
     names: NamesByLine = field(default_factory=dict)
     tail: Tail = field(default_factory=lambda: Tail({}))
 
@@ -103,7 +103,7 @@ def prepared(config: Config) -> Iterator[Run]:
         stack.enter_context(seeded(config.train.seed))
         if is_emulated(config, device):
             stack.enter_context(cuda_on_cpu())
-        with Makings() as makings:
+        with Constructions() as makings:
             workload, mode = build_workload(config, device), mode_of(config.precision, device)
         # TorchScript's optimizer would write the autocast dtypes of one replay into the code of all later replays.
         stack.enter_context(optimized_execution(False))

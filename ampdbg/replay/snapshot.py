@@ -24,14 +24,14 @@ from ampdbg.replay.copies import duplicate
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import Held, held_before_a_step, restored, surroundings_restored, written
+from ampdbg.replay.state import SavedContents, held_before_a_step, restored, surroundings_restored, written
 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """The state of a ``model`` before a step, without its weights; ``held`` restores it into the same objects."""
 
-    held: Held = field(default_factory=lambda: Held({}))
+    held: SavedContents = field(default_factory=lambda: SavedContents({}))
     model: torch.nn.Module | None = None
 
     @staticmethod
@@ -91,7 +91,7 @@ class PackedState:
             now.restore()
 
 
-def _buffers(model: torch.nn.Module, held: Held) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(model: torch.nn.Module, held: SavedContents) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers that a model had, by name."""
     for name, module in model.named_modules():
         yield from ((f"{name}.{key}".lstrip("."), buffer) for key, buffer in held.buffers_of(module).items())

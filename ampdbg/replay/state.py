@@ -1,7 +1,7 @@
 """The state of a model, a batch and a process: how to save it, restore it in place, and copy it.
 
 One table has the functions for each kind of value: read its contents, restore them in place, and rebuild the value.
-:class:`Held` restores the same objects; ``copies`` builds new objects.
+:class:`SavedContents` restores the same objects; ``copies`` builds new objects.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SavedValue(NamedTuple):
     contents: Any
 
 
-class Held:
+class SavedContents:
     """Values with their contents at one moment, to be restored in the same objects.
 
     Every tensor is copied. A write in a forward pass cannot be undone later, and ``.data`` hides it from version
@@ -103,7 +103,7 @@ class Held:
         self._saved = saved
 
     @staticmethod
-    def now(values: Iterable[tuple[Any, ...]]) -> Held:
+    def now(values: Iterable[tuple[Any, ...]]) -> SavedContents:
         """Save the contents of values. Each value comes with its kind, and with its contents if they are known.
 
         If a value appears twice, its last kind counts.
@@ -115,7 +115,7 @@ class Held:
                     found[id(value)] = SavedValue(value, kind, known[0] if kind.holds and known else kind.save(value))
                 except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
                     continue
-        return Held(found)
+        return SavedContents(found)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -159,14 +159,16 @@ class Held:
         contents = self.contents(tensor)
         return _spread(contents.values, contents.memory)
 
-    def plain(self, but: Iterable[torch.Tensor]) -> Held:
+    def plain(self, but: Iterable[torch.Tensor]) -> SavedContents:
         """Return the saved data without the user's own objects, and without ``but``."""
         aside = set(map(id, but))
-        return Held({key: one for key, one in self._saved.items() if one.kind is not OBJECT and key not in aside})
+        return SavedContents(
+            {key: one for key, one in self._saved.items() if one.kind is not OBJECT and key not in aside}
+        )
 
-    def with_earlier(self, other: Held) -> Held:
+    def with_earlier(self, other: SavedContents) -> SavedContents:
         """Return this state, but with the values of ``other`` where it has them."""
-        return Held({**self._saved, **other._saved})
+        return SavedContents({**self._saved, **other._saved})
 
     def restore(self, *, draws_only: bool = False) -> None:
         """Restore all saved values, or only the generators of random numbers."""
@@ -191,12 +193,14 @@ class Held:
 
 
 @contextlib.contextmanager
-def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any, Kind]] = ()) -> Iterator[Held]:
+def restored(
+    *roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any, Kind]] = ()
+) -> Iterator[SavedContents]:
     """Restore models and batches on exit: the same objects with the same contents.
 
     Gradients are cleared while it is entered. Objects in batches are followed deeper than objects in a model.
     """
-    held = Held.now([*also, *_walk(batches, IN_A_BATCH), *_walk(roots, IN_A_MODEL)])
+    held = SavedContents.now([*also, *_walk(batches, IN_A_BATCH), *_walk(roots, IN_A_MODEL)])
     try:
         for tensor in held.tensors:
             tensor.grad = None
@@ -205,16 +209,16 @@ def restored(*roots: Any, batches: Sequence[Any] = (), also: Iterable[tuple[Any,
         held.restore()
 
 
-def held_before_a_step(model: torch.nn.Module) -> Held:
+def held_before_a_step(model: torch.nn.Module) -> SavedContents:
     """Save the state of a model except its weights."""
     found = [*_walk(model.modules(), BEFORE_A_STEP, STATE), *_walk(model.buffers(), (ANY,))]
-    return Held.now(one for one in found if not isinstance(one[0], torch.nn.Parameter))
+    return SavedContents.now(one for one in found if not isinstance(one[0], torch.nn.Parameter))
 
 
-def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
+def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> SavedContents:
     """Save the state of optimizers, the settings of their groups, and the parameters in these."""
     parts = [part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)]
-    return Held.now(_walk(parts, IN_A_MODEL))
+    return SavedContents.now(_walk(parts, IN_A_MODEL))
 
 
 def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
@@ -223,7 +227,7 @@ def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
     return not any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(own))
 
 
-def tensors_in(model: torch.nn.Module, held: Held | None = None) -> list[torch.Tensor]:
+def tensors_in(model: torch.nn.Module, held: SavedContents | None = None) -> list[torch.Tensor]:
     """Return the model's parameters, buffers, and tensors in attributes; with ``held``, in the saved attributes."""
     return [value for value, *_ in _walk([model], (ANY, LARGEST), held=held) if isinstance(value, torch.Tensor)]
 
@@ -236,13 +240,15 @@ def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
         for key, value in {**STATE.save(module), **module._buffers}.items():
             if isinstance(value, Iterator):
                 notes.append(f"{holds} an iterator, {key!r}, which every replay advances")
-            elif isinstance(value, torch.Tensor) and value.is_leaf and value not in Held.now([(value, TENSOR)]):
+            elif (
+                isinstance(value, torch.Tensor) and value.is_leaf and value not in SavedContents.now([(value, TENSOR)])
+            ):
                 notes.append(f"{holds} {key!r}, a tensor that cannot be copied: replays may change it")
     return tuple(notes)
 
 
 def _walk(
-    roots: Iterable[Any], largest: Sequence[int], *first: Kind, held: Held | None = None
+    roots: Iterable[Any], largest: Sequence[int], *first: Kind, held: SavedContents | None = None
 ) -> Iterator[tuple[Any, Kind, Any]]:
     """Yield each mutable value reachable from the roots once, with its kind and the values that it holds.
 
@@ -250,7 +256,7 @@ def _walk(
     entries after its first. Larger values are left out: an object may refer to the whole data set and the whole
     program. The ``first`` kinds precede the table. Contents saved in ``held`` replace current contents.
     """
-    held, kinds, met = held or Held({}), Kinds(*first), {}
+    held, kinds, met = held or SavedContents({}), Kinds(*first), {}
     waiting = [(root, 0) for root in roots]
     while waiting:
         value, depth = waiting.pop()
@@ -476,7 +482,7 @@ def surroundings_restored(left: set[str]) -> Iterator[None]:
     Another running thread of the user may write such data meanwhile, and its writes must stay. Then only random
     generators are restored, and the names that changed are added to ``left``.
     """
-    held, are_shared = Held.now(_surroundings()), _others_run()
+    held, are_shared = SavedContents.now(_surroundings()), _others_run()
     try:
         yield
     finally:
@@ -551,7 +557,7 @@ def _others_run() -> bool:
     return any(is_users_file(one.f_code.co_filename) for frame in running for one, _ in traceback.walk_stack(frame))
 
 
-def _names_changed(held: Held) -> Iterator[str]:
+def _names_changed(held: SavedContents) -> Iterator[str]:
     for space, before in [(space, held.contents(space)) for space, kind in held.values if kind in (NAMES, OBJECT)]:
         place = Path(getattr(space, "__file__", getattr(space, "__name__", type(space).__name__))).name
         changed = [name for name, value in before.items() if not held.is_as_saved(value)]

@@ -31,7 +31,7 @@ class EndedSearch:
 
     record: Record
     search: Search
-    typed: view.Typed
+    typed: view.CommandContext
 
     @property
     def again(self) -> str:
@@ -73,7 +73,7 @@ def chosen_strategy(search: Search | None) -> str:
     return f" --strategy {search.strategy}" if search is not None and search.strategy != "guided" else ""
 
 
-def page(record: Record, typed: view.Typed) -> view.Page:
+def page(record: Record, typed: view.CommandContext) -> view.Page:
     """Return the page of ``ampdbg bisect``; a run that ended before its search has the page of a scan."""
     if record.search is None:
         return scan.page(record, typed)

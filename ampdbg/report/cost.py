@@ -31,7 +31,7 @@ BARS = f"{HELD} parameters, masters, gradients, optimizer   {KEPT} kept for the 
 CASTS = "Casts: copies of weights that autocast keeps. Casts and activations are of one micro-batch."
 
 
-def page(record: Record, typed: view.Typed) -> view.Page:
+def page(record: Record, typed: view.CommandContext) -> view.Page:
     """Return the page of ``ampdbg cost``; its story has a line for each level: its verdict and its cost."""
     costs = record.costs or Costs()
     levels = [one for one in costs.levels if one.memory is not None]
@@ -194,7 +194,7 @@ _FIT: Columns = (
 )
 
 
-def _next_command(levels: Sequence[LevelCost], typed: view.Typed) -> view.NextCommand | None:
+def _next_command(levels: Sequence[LevelCost], typed: view.CommandContext) -> view.NextCommand | None:
     at_o1 = [one for one in levels if one.level == "O1" and one.dtype == "float16"]
     roots = [one.finding.code for one in at_o1 if one.finding is not None and one.verdict != "inconclusive"]
     is_cured_by_pins = any(catalogued(code).pin_helps for code in roots) and not any(one.trains for one in at_o1)

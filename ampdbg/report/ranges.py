@@ -64,7 +64,7 @@ WINDOW_COLUMNS = (
 )
 
 
-def page(record: Record, typed: view.Typed) -> view.Page:
+def page(record: Record, typed: view.CommandContext) -> view.Page:
     """Return the page of ``ampdbg ranges``."""
     facts = [_step(record), counted(len(record.sites), "site")]
     if record.readiness is not None:
@@ -101,7 +101,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 CONFIRM = "confirm it with a run in FP16"
 
 
-def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
+def _next_command(record: Record, typed: view.CommandContext) -> view.NextCommand | None:
     is_config, ready = record.script is None, record.readiness
     again = f"ampdbg {'scan' if is_config else 'replay'} {typed.config}"
     measure, suggest = f"ampdbg ranges {typed.config}", f"ampdbg suggest-fp32 {typed.config}"
@@ -244,7 +244,7 @@ def _scales(whole: Window) -> str:
     )
 
 
-def _site_table(sites: Sequence[Site], typed: view.Typed, top: int, *, is_brief: bool = False) -> view.Table:
+def _site_table(sites: Sequence[Site], typed: view.CommandContext, top: int, *, is_brief: bool = False) -> view.Table:
     """Return the tightest sites; in brief one line each, without their exponents."""
     # Carried overflows, such as the masks of thirty layers, must not displace the sites where one starts.
     places = sorted(sites, key=lambda site: (site.overflow != "starts", is_mask(site), site.headroom_bits, site.order))

@@ -55,9 +55,9 @@ GROUP_COLUMNS = (view.Column("group"), *COUNTS, view.Column("worst share", "numb
 TENSOR_COLUMNS = (view.Column("tensor"), *COUNTS, view.Column("of", "number"), view.Column("at", "sign"))
 
 
-def page(record: Record, typed: view.Typed) -> view.Page:
+def page(record: Record, typed: view.CommandContext) -> view.Page:
     """Return the page of a scan."""
-    error, sound = raised(record), sound_step(record)
+    error, sound = raised(record), healthy_step_table(record)
     charted = record.scaled_steps * any(step.skipped or _is_lost(step, record) for step in record.scaled_steps)
     sections = view.filled(
         error,
@@ -398,7 +398,7 @@ def _change(first: str, last: str) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
+def next_command(record: Record, typed: view.CommandContext) -> view.NextCommand | None:
     """Return what to type next: a longer run, a rerun, a search for pins, the counts, or the same run in FP32."""
     if record.script is not None:
         return _after_script(record, record.script, typed)
@@ -430,7 +430,7 @@ REPLAY_COLUMNS = (
 )
 
 
-def sound_step(record: Record) -> view.Table:
+def healthy_step_table(record: Record) -> view.Table:
     """Return a table of a step that did not fail, in each precision, if no finding shows it. The step was captured, or
     could not be compared because it raises an error in one precision."""
     made = next((made for made in record.investigations if made.why == "end"), None)
@@ -469,7 +469,7 @@ def only_settles(record: Record) -> bool:
     return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
 
 
-def _after_script(record: Record, script: ScriptRun, typed: view.Typed) -> view.NextCommand | None:
+def _after_script(record: Record, script: ScriptRun, typed: view.CommandContext) -> view.NextCommand | None:
     """Return what to type: a run with an emulated GPU, a command for a capture, or one that explains the finding."""
     obstacle, captures = obstacle_in(record.error), record.captures
     install = obstacle.install if obstacle else ""

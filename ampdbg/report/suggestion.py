@@ -48,7 +48,7 @@ MANY = 6
 """With more pins than this the comments only count them."""
 
 
-def page(record: Record, typed: view.Typed) -> view.Page:
+def page(record: Record, typed: view.CommandContext) -> view.Page:
     """Return the page of ``ampdbg suggest-fp32``, without the patch itself; without pins, how the search ended."""
     handed = record.handover
     if handed is None:
@@ -63,7 +63,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     return view.Page(headline(record, handed), sections, tuple(ran_on(record)), typed.record_path, next_, story)
 
 
-def _without_patch(record: Record, handed: Handover, typed: view.Typed) -> view.Page:
+def _without_patch(record: Record, handed: Handover, typed: view.CommandContext) -> view.Page:
     """Return the page of a search that was interrupted, or found no patch: how it ended, and its results so far."""
     ended = bisection.page(record, typed)
     # A remedy that a finding already shows is not repeated.
@@ -218,7 +218,7 @@ def _where(record: Record) -> str:
     return "the modules of the failing step, without its loss" if are_modules else "the failing step"
 
 
-def next_command(record: Record, handover: Handover, typed: view.Typed) -> view.NextCommand | None:
+def next_command(record: Record, handover: Handover, typed: view.CommandContext) -> view.NextCommand | None:
     """Return what to type next."""
     script, form, roots = record.script, handover.form, record.roots
     again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"

@@ -158,7 +158,7 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Typed:
+class CommandContext:
     """What the record does not know: the ``config`` and the options as typed, and where the record was written.
 
     Both are quoted for a shell. ``folder`` is the working folder of the command: files below it are named relative to

@@ -39,7 +39,7 @@ def contract(record: Record) -> view.Table:
     return view.table("Dtypes of weights", columns, list(rows), *asked)
 
 
-def weights_in_brief(record: Record, typed: view.Typed) -> Iterator[str]:
+def weights_in_brief(record: Record, typed: view.CommandContext) -> Iterator[str]:
     """Yield all kinds of parameter in one line; of FP32 weights only if ``verbose``."""
     alike: dict[str, list[str]] = {}
     for field, heading in PLACES.items():

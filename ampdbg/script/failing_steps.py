@@ -31,7 +31,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.loss_graph import is_loss_scale
 from ampdbg.probes.module_calls import recorded_graphs
-from ampdbg.probes.seams import is_going_backward
+from ampdbg.probes.seams import is_in_backward
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
@@ -45,11 +45,11 @@ from ampdbg.replay.step import Half
 from ampdbg.script.capture import Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.live_step import LiveStep
-from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
+from ampdbg.script.ranks import hooks_half_weights, is_in_group, with_rank
 from ampdbg.script.signals import held_signals
 
-SHARE, WAITS = 0.1, 5.0
-"""While a loss scale may be settling, replays take at most ``WAITS`` seconds and this share of the run's time."""
+SHARE, REPLAY_SECONDS = 0.1, 5.0
+"""While a loss scale may be settling, replays take at most ``REPLAY_SECONDS`` seconds and this share of the run's time."""
 
 COMPARISON = 30.0
 """Replays of one healthy step of each optimizer may take this many seconds, however short the run is."""
@@ -61,7 +61,7 @@ MOST_OF_A_KIND = 3
 """At most this many steps with a lost loss are replayed, and as many with only non-finite gradients. For as many with a
 settling loss scale, replays may exceed their share of the run's time."""
 
-RUN_AGAIN = "FP16, FP32 and more"
+REPLAY_ANNOUNCEMENT = "FP16, FP32 and more"
 """The announcement to the observer before a step is replayed."""
 
 MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their outputs replaces its loss"
@@ -168,7 +168,7 @@ class Policy:
         return REPLAYS * (time.monotonic() - self._began - self.waited) / max(1, self._steps)
 
     def _is_in_time(self) -> bool:
-        return self.waited + self._expected <= WAITS + SHARE * (time.monotonic() - self._began)
+        return self.waited + self._expected <= REPLAY_SECONDS + SHARE * (time.monotonic() - self._began)
 
     def ended(self) -> None:
         """Record the end of a step. The first step is not timed, because its duration is not typical."""
@@ -271,7 +271,7 @@ class FailingSteps:
         self._learn()
         self._fails("loss", None, loss)
         self._given_up = float(loss.detach())
-        self.recorder.doubt(loss, lambda is_part: self._count_given_up(is_part=is_part))
+        self.recorder.watch_given_up_loss(loss, lambda is_part: self._count_given_up(is_part=is_part))
 
     def _gave_up(self) -> None:
         """Handle a lost loss that the loop has discarded: its gradients are cleared and a later pass has run."""
@@ -286,7 +286,7 @@ class FailingSteps:
         """Close the step that the loop has discarded, if any. Part of a larger loss is not a step."""
         value, self._given_up = self._given_up, None
         if value is not None and not is_part:
-            self._watcher.log.break_off(value, is_skipped=True)
+            self._watcher.log.end_without_backward(value, is_skipped=True)
 
     def _fails(
         self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None, *, may_settle: bool = False
@@ -306,14 +306,14 @@ class FailingSteps:
         self._looked_at = number
         if optimizer is not None:
             self.recorder.withheld(optimizer)
-        made = self._look_beside_the_script(number, why, loss)
+        made = self._investigate_live(number, why, loss)
         if made is not None and made.reproduced and not is_finite(made.fp32):
             self._policy.row_ended(place)
 
-    def _look_beside_the_script(self, number: int, why: Why, loss: torch.Tensor | None = None) -> Investigation | None:
+    def _investigate_live(self, number: int, why: Why, loss: torch.Tensor | None = None) -> Investigation | None:
         """Investigate a step while the script waits. If that shows nothing, add a note with the reason."""
         if self._investigates:
-            self._observer.replay(number, RUN_AGAIN)
+            self._observer.replay(number, REPLAY_ANNOUNCEMENT)
         made, why_not = self._look(number, why, loss)
         if why_not and self._investigates:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
@@ -417,7 +417,7 @@ class FailingSteps:
             ("the dtype that autocast lowers to is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             (RECORDED, bool(recorded_graphs(model))),
-            (WITHIN_A_PASS, is_going_backward()),
+            (WITHIN_A_PASS, is_in_backward()),
         )
         return next((reason for reason, holds in reasons if holds), "")
 
@@ -435,7 +435,7 @@ class FailingSteps:
         watcher = self._watcher
         place = watcher.optimizers.number_of(optimizer) if optimizer in watcher.optimizers else None
         if place is not None:
-            watcher.turn_of(optimizer)
+            watcher.begin_step_of(optimizer)
             self._stepping.add(place)
         number = watcher.log.closed()
         if watcher.is_paused or number == self._looked_at:
@@ -463,7 +463,7 @@ class FailingSteps:
         reasons = (
             (NOT_ASKED, not self._investigates),
             (IN_GROUP, is_in_group()),
-            (WITHIN_A_PASS, is_going_backward()),
+            (WITHIN_A_PASS, is_in_backward()),
             (NO_TIME, not self._policy.has_time),
         )
         why_not = next((why for why, holds in reasons if holds), "")
@@ -512,7 +512,7 @@ class FailingSteps:
         latest, captures = self._watcher.log, self.captures
         self._policy.ended()
         if is_bad or latest.closed() == 1:
-            captures.start = in_its_group(captures.start)
+            captures.start = with_rank(captures.start)
         for optimizer in () if is_bad else self._stepping:
             self._policy.taken(optimizer)
         self._stepping.clear()
@@ -556,7 +556,7 @@ class FailingSteps:
         made, why_not = self._look(step, "loss", loss, is_cut=loss is None)
         if made is not None or self._watcher.log.batch or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
-            self._watcher.log.break_off(loss_of_step, is_skipped=not ending.code)
+            self._watcher.log.end_without_backward(loss_of_step, is_skipped=not ending.code)
         else:
             self.why_ended = f"{how} in step {step}, after a forward pass without a backward pass"
             is_said = ending.error is not None and named_error(ending.error) in why_not
@@ -565,11 +565,11 @@ class FailingSteps:
     def _ended_behind_a_pass(self, *, is_cut: bool) -> None:
         """Investigate the step in which the script ended after a backward pass. For example, the script checks its
         gradients, or too few micro-batches are left for a step."""
-        number, why = self._watcher.log.closed(), self._watcher.fails_open(is_cut=is_cut)
+        number, why = self._watcher.log.closed(), self._watcher.nonfinite_in_open_step(is_cut=is_cut)
         is_known = not is_cut and bool(self.found)
         if why is not None and self._looked_at != number and self._policy.is_open(why) and not is_known:
             self._looked_at = number
-            self._look_beside_the_script(number, why)
+            self._investigate_live(number, why)
 
     def _ended_between_steps(self) -> None:
         """Investigate the last step if it was withheld and no investigation exists."""
@@ -579,11 +579,11 @@ class FailingSteps:
             return
         why: Why = "gradients" if math.isfinite(last.loss) else "loss"
         if self._looked_at < last.step and self._policy.is_open(why):
-            self._look_beside_the_script(last.step, why)
+            self._investigate_live(last.step, why)
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """Return a record of the loop with its investigations and captures."""
-        self.captures.start = in_its_group(self.captures.start)
+        self.captures.start = with_rank(self.captures.start)
         start, captures, steps = self.captures.start, self.captures, self._watcher.log.closed()
         parts = [made for made in self.found if made.reach == "modules"]
         notes = [*dict.fromkeys(self._notes), *(MODULES_ALONE.format(made.step, made.why_no_further) for made in parts)]

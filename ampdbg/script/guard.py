@@ -26,7 +26,7 @@ from typing import Any
 from ampdbg.files import TEMPORARY, marks
 from ampdbg.probes.seams import Function, replaced
 
-LED = {
+REDIRECTED = {
     "": "builtins.open io.open os.open pathlib._normal_accessor.open numpy.lib._datasource.open "
     "torch.from_file torch.UntypedStorage.from_file",
     "a": "os.truncate os.chmod os.utime os.setxattr sqlite3.connect",
@@ -37,12 +37,12 @@ LED = {
 }
 """Functions redirected to the copy of their first path argument, by access mode. "" reads the mode from the call."""
 WAYS, NEW = ("mode", "flags", "shared"), os.O_CREAT | os.O_EXCL
-TAKES, OF_TWO = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree"), ("os.rename", "os.link")
+REMOVING_EVENTS, OF_TWO = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree"), ("os.rename", "os.link")
 SETS = "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.removexattr os.chflags sqlite3.connect"
-CHANGES = (*TAKES, *SETS.split())
+CHANGES = (*REMOVING_EVENTS, *SETS.split())
 FEW = 300
 """Temporary names become one letter longer each time this many have been made."""
-MAKES = ("open", "os.mkdir", "os.symlink", *OF_TWO)
+CREATING_EVENTS = ("open", "os.mkdir", "os.symlink", *OF_TWO)
 """Audit events. The first argument is a path, the last one the descriptor of the folder to which it is relative."""
 
 
@@ -62,7 +62,9 @@ class FileGuard:
         """Inside this context, nothing that existed before changes. Temporary names contain the mark of ``folder``, and
         are no longer than Python's: the path of a socket has at most 107 characters."""
         with contextlib.ExitStack() as stack:
-            for how, (owner, _, name) in [(one, name.rpartition(".")) for one in LED for name in LED[one].split()]:
+            for how, (owner, _, name) in [
+                (one, name.rpartition(".")) for one in REDIRECTED for name in REDIRECTED[one].split()
+            ]:
                 with contextlib.suppress(ImportError, AttributeError):  # missing in this Python or on this system
                     stack.enter_context(replaced(pkgutil.resolve_name(owner), name, partial(self._led, how)))
             names: Any = vars(tempfile)["_RandomNameSequence"]
@@ -89,18 +91,20 @@ class FileGuard:
 
     def _hear(self, event: str, given: tuple[Any, ...]) -> None:
         mode = _mode(given[2]) * (not isinstance(given[0], int)) if event == "open" else "w"
-        if not self._is_on or mode in ("r", "") or event not in (*CHANGES, *MAKES):
+        if not self._is_on or mode in ("r", "") or event not in (*CHANGES, *CREATING_EVENTS):
             return
         self._settle()
         pairs = [given[:4:2], given[1:4:2]] if event in OF_TWO else [(given[event == "os.symlink"], given[-1])]
-        old, *_, new = [_path(*pair) if event in TAKES else os.path.realpath(_path(*pair)) for pair in pairs] * 2
+        old, *_, new = [
+            _path(*pair) if event in REMOVING_EVENTS else os.path.realpath(_path(*pair)) for pair in pairs
+        ] * 2
         for path in [old, new] * (mode != "x") * (event in CHANGES):
             if self._was_there(path) and (event != "open" or os.path.isfile(path)):
                 raise self._refused(event, path)
-        if event in TAKES[:3]:
+        if event in REMOVING_EVENTS[:3]:
             kept = [(p, new + p[len(old) :] if (p + os.sep).startswith(old + os.sep) else p, m) for p, *m in self._made]
             self._made = {(now, *mark) for path, now, mark in kept if path != new}
-        self._settle(new * (event in MAKES))
+        self._settle(new * (event in CREATING_EVENTS))
 
     def _led(self, how: str, original: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -170,7 +170,7 @@ def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ende
                 take_timers()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
     finally:
-        _emptied_at_exit(script, {"__main__": sys.modules["__main__"]})
+        _clear_at_exit(script, {"__main__": sys.modules["__main__"]})
         sys.argv, sys.modules["__main__"] = argv, main
         sys.path += [folder for folder in path if folder not in sys.path]
 
@@ -241,14 +241,14 @@ def _obstacle(script: Script) -> str:
     return ""
 
 
-def _emptied_at_exit(script: Script, modules: Mapping[str, ModuleType]) -> None:
+def _clear_at_exit(script: Script, modules: Mapping[str, ModuleType]) -> None:
     """Make Python clear the script's modules at process exit. Files that they still hold are then closed, with their
     unwritten data."""
     if script.ends_process and modules:
-        atexit.register(_handed_to_python, modules)
+        atexit.register(_register_for_clearing, modules)
 
 
-def _handed_to_python(modules: Mapping[str, ModuleType]) -> None:
+def _register_for_clearing(modules: Mapping[str, ModuleType]) -> None:
     for name, module in modules.items():
         vars(module)[""] = module  # a self-reference, because Python clears only modules that are still alive
         sys.modules.pop(name, None)
@@ -287,7 +287,7 @@ def _own_modules(script: Script, folder: str) -> Iterator[None]:
     finally:
         theirs = _taken_out(names | {name for name in {*sys.modules} - before if _is_other(name, sys.path)})
         sys.modules.update(ours)
-        _emptied_at_exit(script, theirs)
+        _clear_at_exit(script, theirs)
 
 
 def _taken_out(names: set[str]) -> dict[str, ModuleType]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
-from ampdbg.ops import EXCHANGES
+from ampdbg.ops import COLLECTIVES
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import Why, investigate
@@ -117,7 +117,7 @@ class _Apart(TorchDispatchMode):
     """Rejects ops that wait for other processes, because those do not replay the step."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace in EXCHANGES:
+        if op.namespace in COLLECTIVES:
             raise RuntimeError(f"it waits for other processes, in {op}")
         return op(*args, **(kwargs or {}))
 

@@ -61,7 +61,7 @@ def _hooks_behind_sum(weight: torch.Tensor) -> int:
     return count
 
 
-def in_its_group(start: Start) -> Start:
+def with_rank(start: Start) -> Start:
     """Return how the script was started, with its rank if it has joined a group since, by any launcher."""
     if start.processes > 1 or not is_in_group():
         return start

@@ -27,7 +27,7 @@ from ampdbg.errors import first_line, named_error
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.half_names import CallNames
-from ampdbg.probes.makings import Makings
+from ampdbg.probes.makings import Constructions
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
@@ -161,7 +161,7 @@ class _StepFinder:
 
     def __init__(self, capture: Capture, use: Use, folder: Path) -> None:
         self.watcher = Watch(None, ())
-        self.makings = Makings()
+        self.makings = Constructions()
         self.is_used = False
         self.files = FileGuard(folder, self.refuse)
         self._is_over = threading.Event()
@@ -214,7 +214,7 @@ class _StepFinder:
         if not self._is_idle():
             self.watcher.learn()
             if optimizer in self.watcher.optimizers:
-                self.watcher.turn_of(optimizer)
+                self.watcher.begin_step_of(optimizer)
             self._look()
 
     def _begins_anew(self) -> None:

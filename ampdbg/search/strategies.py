@@ -284,7 +284,7 @@ def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms
 
     Parts that are known to fail alone form the first group: its trial shows as much as trials of smaller groups.
     """
-    if len(parts) <= most_dropped(trials.tree):
+    if len(parts) <= max_single_drops(trials.tree):
         return list(parts)
     failing = [part for part in parts if fails_alone(part)]
     others = [part for part in parts if part not in set(failing)]
@@ -293,7 +293,7 @@ def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms
     return [NOTHING.union(*group) for group in (failing, *neighbours) if group]
 
 
-def most_dropped(tree: AtomTree) -> int:
+def max_single_drops(tree: AtomTree) -> int:
     """Return how many parts may be dropped one by one."""
     return max(1, MOST_ATOM_RUNS // max(1, len(tree.atoms)))
 
@@ -359,7 +359,7 @@ def _boundary(levels: Sequence[int], low: int, high: int) -> int:
     return min(range(low + third, high - third + 1), key=lambda place: (levels[place], abs(2 * place - low - high)))
 
 
-def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
+def prove_minimal(trials: Trials, parts: Sequence[Atoms]) -> Result:
     """Drop each part of a healthy set alone, then each pin, until every such trial is unhealthy.
 
     Earlier trials are reused. A healthy trial, possible only if pins can harm, shrinks the set and restarts the
@@ -370,7 +370,7 @@ def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
     while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
         parts = [part & smaller for part in parts if part & smaller]
     pins = trials.tree.compress(NOTHING.union(*parts))
-    if len(pins) > most_dropped(trials.tree):
+    if len(pins) > max_single_drops(trials.tree):
         return Result(pins, healthy=True, minimal=False)
     dropped = {pin: trials.test(_without(trials, pins, pin), "with fewer") for pin in pins}
     return Result(pins, healthy=True, minimal=True, dropped=dropped)
@@ -379,7 +379,7 @@ def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
 def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
     atoms = NOTHING.union(*parts)
     pins = trials.tree.compress(atoms)
-    alone = pins if len(pins) <= most_dropped(trials.tree) else ()
+    alone = pins if len(pins) <= max_single_drops(trials.tree) else ()
     for rest in (*(atoms - part for part in reversed(parts)), *(_without(trials, pins, pin) for pin in alone)):
         if trials.test(rest, "with fewer").healthy:
             yield rest
@@ -404,14 +404,14 @@ def delta_debug(trials: Trials) -> Result:
     if start is None:
         return Result((), healthy=False, minimal=False)
     trials.test((), "nothing")
-    return certified(trials, smallest(trials, NOTHING, trials.units(trials.closed(start))))
+    return prove_minimal(trials, smallest(trials, NOTHING, trials.units(trials.closed(start))))
 
 
 Proposal = Callable[[Sequence[str]], Sequence[str]]
 """Returns the names of further failures with these pins in force."""
 
 
-def guided(
+def guided_search(
     trials: Trials,
     candidates: Sequence[str],
     propose: Proposal = lambda pins: (),
@@ -453,7 +453,7 @@ def guided(
         chosen += joining
         trial = trials.test(chosen, stage)
     parts = drop_superfluous(trials, grouped(trials, [trials.closed([pin]) for pin in chosen], fails_alone))
-    return certified(trials, _narrowed(trials, parts, {trials.closed([pin]) for pin in widened}))
+    return prove_minimal(trials, _narrowed(trials, parts, {trials.closed([pin]) for pin in widened}))
 
 
 def _new(trials: Trials, names: Iterable[str], chosen: Sequence[str]) -> list[str]:

@@ -305,7 +305,7 @@ class Bindings:
         return self.function is None or name in self.local or name not in self.taken
 
     @cached_property
-    def maybe_numbers(self) -> frozenset[str]:
+    def maybe_plain_values(self) -> frozenset[str]:
         """Names that may hold a number: ``total = 0``, ``scale=1.0``, a loop index."""
         return self._may_hold(is_number)
 

@@ -13,7 +13,7 @@ from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import lifted, rounded
-from ampdbg.probes.draws import Draws, drawn_alike
+from ampdbg.probes.draws import Draws, same_random_numbers
 from ampdbg.record.run import Step
 from ampdbg.replay.run import loss_of, prepared, run_pass
 from ampdbg.training.loop import take_step
@@ -70,7 +70,7 @@ def fp32_losses(
         for number in range(config.train.steps):
             run.workload.clear_gradients()
             of_step = tuple(itertools.islice(batches, config.train.accumulate))
-            drawn = drawn_alike(Draws(every=low), notes=False) if is_rounded else nullcontext()
+            drawn = same_random_numbers(Draws(every=low), notes=False) if is_rounded else nullcontext()
             with lifted("float32"), drawn:  # the model may enter autocast itself
                 losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
             if number not in withheld:

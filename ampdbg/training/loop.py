@@ -78,7 +78,7 @@ def train_prepared(
                 investigator.raised(is_told=True)
             elif ending.failure is not None and ending.may_be_of_half and investigator.raised(is_told=False):
                 ending.error, ending.failure = str(ending.failure), None
-                watcher.log.break_off(math.nan)
+                watcher.log.end_without_backward(math.nan)
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
     return _record(
         run,
@@ -129,7 +129,7 @@ def _kept_if_interrupted(watcher: Watch, ending: RunEnd) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         ending.interrupted = True
-        watcher.log.tell_no_more()
+        watcher.log.stop_callbacks()
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:

@@ -287,7 +287,7 @@ class SavedPart:
         return WorkloadError(f"{self.where} does not fit the {kind.__name__}\n  {problem}\n  {alone}")
 
 
-_OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
+_IMPLEMENTATION_SETTINGS = ("foreach", "fused", "capturable", "differentiable")
 """Group settings that select how a step is computed, not its result. The run's own values are kept."""
 
 
@@ -371,7 +371,7 @@ def _fitted(state: Mapping[str, Any], groups: Sequence[Any], optimizer: Optimize
     own = optimizer.state_dict()
     pairs = list(zip(groups, own["param_groups"], strict=True))
     index = {old: new for given, mine in pairs for old, new in zip(given["params"], mine["params"], strict=True)}
-    kept = ("name", "params", *_OF_THE_MACHINE)
+    kept = ("name", "params", *_IMPLEMENTATION_SETTINGS)
     return {
         **own,
         "state": {index[old]: value for old, value in state["state"].items() if old in index},
@@ -390,7 +390,7 @@ def _check_states(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     twins = {one: nn.Parameter(torch.empty_like(one, device="meta")) for one in parameters}
     groups = [
-        {**group, **dict.fromkeys(_OF_THE_MACHINE, False), "params": [twins[one] for one in group["params"]]}
+        {**group, **dict.fromkeys(_IMPLEMENTATION_SETTINGS, False), "params": [twins[one] for one in group["params"]]}
         for group in optimizer.param_groups
     ]
     for twin in twins.values():

@@ -50,7 +50,7 @@ for module in pkgutil.walk_packages(ampdbg.__path__, "ampdbg."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from tests.forking import serve
-ampdbg.probes.unfollowed.leave_ours_alone()
+ampdbg.probes.unfollowed.exclude_from_compile()
 ownership = ampdbg.source.ownership
 installed = {getattr(module, "__file__", None) for module in sys.modules.values()} - {*ownership.loaded_files()}
 look = ownership.is_users_file

@@ -182,7 +182,7 @@ def test_a_torch_and_a_tool_that_hang_are_left_after_their_time(
     assert "nvcc no answer within 0.2 s" in text
 
 
-WAITS = """#!/bin/sh
+REPLAY_SECONDS = """#!/bin/sh
 touch "$(dirname "$0")/$$"
 i=0
 while [ $i -lt 100 ]; do
@@ -196,7 +196,7 @@ exit 1
 
 
 def test_the_tools_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_tools(monkeypatch, tmp_path, nvidia_smi=WAITS, nvcc=WAITS)
+    with_tools(monkeypatch, tmp_path, nvidia_smi=REPLAY_SECONDS, nvcc=REPLAY_SECONDS)
     assert facts.this_machine().nvcc == "13.0"
 
 

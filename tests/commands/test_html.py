@@ -8,7 +8,7 @@ import pytest
 from ampdbg import api
 from ampdbg.commands.app import COMMANDS
 from ampdbg.errors import UserCodeError
-from ampdbg.given import Given
+from ampdbg.given import CommandInput
 from ampdbg.record.run import Record
 from tests.commands.program import Here, start
 from tests.report.records import collapse, healthy
@@ -27,7 +27,7 @@ def _config(here: Here) -> None:
 def _healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command comes to a healthy record at once."""
 
-    def made(given: Given, **options: Any) -> Record:
+    def made(given: CommandInput, **options: Any) -> Record:
         options["observer"].start(1)
         return healthy()
 
@@ -67,7 +67,7 @@ def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
 def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(given: Given, **options: Any) -> Record:
+    def fails(given: CommandInput, **options: Any) -> Record:
         error = UserCodeError("step 3 raised ValueError")
         error.record = collapse()
         raise error

@@ -18,7 +18,7 @@ from ampdbg import api
 from ampdbg.commands import output
 from ampdbg.commands.output import save
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
-from ampdbg.given import Given
+from ampdbg.given import CommandInput
 from ampdbg.record import file as record_file
 from ampdbg.record.file import from_json, read_record, write_record
 from ampdbg.record.findings import Finding
@@ -42,7 +42,7 @@ def returns(monkeypatch: pytest.MonkeyPatch) -> Returns:
     def put(record: Record | BaseException) -> dict[str, Any]:
         called: dict[str, Any] = {}
 
-        def scan(given: Given, **options: Any) -> Record:
+        def scan(given: CommandInput, **options: Any) -> Record:
             called.update(options, given=given)
             if isinstance(record, BaseException):
                 raise record
@@ -379,7 +379,7 @@ def test_an_interrupt_behind_the_record_names_it(here: Here, returns: Returns, m
 def test_an_interrupt_that_an_import_swallows_is_not_lost_nor_an_error_behind_it_our_fault(
     here: Here, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, option: tuple[str, ...], fails: bool
 ) -> None:
-    def scan(given: Given, **options: Any) -> Record:
+    def scan(given: CommandInput, **options: Any) -> Record:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(number)
         if fails:

@@ -35,7 +35,7 @@ from ampdbg.record.run import (
     Updates,
 )
 from ampdbg.report.scan import headline, next_command
-from ampdbg.report.view import Typed
+from ampdbg.report.view import CommandContext
 
 ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emulated=True)
 GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
@@ -156,10 +156,12 @@ def test_a_run_that_took_no_step_is_not_shown_to_be_healthy() -> None:
     assert said.sentence == "Inconclusive: 3 of 3 steps skipped while the loss scale settles; it has not settled yet."
     assert said.tone == "doubtful"
     assert exit_code(record, "warning") == 0
-    told = next_command(replace(record, planned_steps=3), Typed("config.yaml"))
+    told = next_command(replace(record, planned_steps=3), CommandContext("config.yaml"))
     assert told is not None
     assert told.command == "ampdbg scan config.yaml --steps 30"
-    assert next_command(replace(record, script=ScriptRun("train.py"), command="run"), Typed("train.py")) is None
+    assert (
+        next_command(replace(record, script=ScriptRun("train.py"), command="run"), CommandContext("train.py")) is None
+    )
 
 
 ADVICE = "none is needed; GradScaler(init_scale={}) saves the skipped steps"

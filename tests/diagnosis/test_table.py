@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import CAUSES, LOST, Evidence, Lost
+from ampdbg.diagnosis.cause import CAUSES, LOST, Evidence, LostLosses
 from ampdbg.diagnosis.decisions import Decision, first, holding
 from ampdbg.diagnosis.diagnose import ORDER_OF_DECISION, conditions_of, diagnose
 from ampdbg.diagnosis.hidden_faults import HIDDEN, HiddenFault
@@ -180,7 +180,7 @@ def test_more_evidence_may_withdraw_a_blame_and_never_moves_it_to_another_line(
 
 SUBJECTS: tuple[tuple[type, tuple[Decision[Any], ...]], ...] = (
     (Evidence, CAUSES),
-    (Lost, LOST),
+    (LostLosses, LOST),
     (BadTensor, (*BATCHES, *BUFFERS, *STORED)),
     (Scaling, (*SKIPS, *LIMITS)),
     (HiddenFault, HIDDEN),

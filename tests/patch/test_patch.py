@@ -12,10 +12,10 @@ import torch
 
 from ampdbg.patch.edits import LinePin
 from ampdbg.patch.own_lines import OwnLines, UsersCall
-from ampdbg.patch.plan import Materials, Patch, lines_that_may_be_edited, lines_title, planned
+from ampdbg.patch.plan import Patch, PlanInputs, lines_that_may_be_edited, lines_title, planned
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
-from ampdbg.probes.makings import Makings
+from ampdbg.probes.makings import Constructions
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
 from ampdbg.source.ownership import Line
@@ -36,7 +36,7 @@ class Written:
 
     file: Path
     model: torch.nn.Module
-    makings: Makings
+    makings: Constructions
 
     def line(self, text: str) -> int:
         """The only line that holds a text."""
@@ -58,7 +58,7 @@ class Written:
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
-        return planned(Materials(self.model, tuple(pins), lines, names, self.makings))
+        return planned(PlanInputs(self.model, tuple(pins), lines, names, self.makings))
 
     def changed(self, patch: Patch) -> str:
         """The lines that the patch adds, without what they are indented by in common."""
@@ -80,7 +80,7 @@ def write(tmp_path: Path) -> Write:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        with Makings() as makings:
+        with Constructions() as makings:
             return Written(file, module.build(), makings)
 
     return written

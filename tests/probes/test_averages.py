@@ -21,7 +21,7 @@ from ampdbg.probes.watch import watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.formats import written as text_of
-from ampdbg.report.view import Typed
+from ampdbg.report.view import CommandContext
 from tests.script.test_run import ran
 from tests.siblings import slow_but_for
 
@@ -402,7 +402,7 @@ def test_averages_beside_masters_have_the_names_of_the_weights_and_no_edit_of_th
     assert re.search(r"of the 89\d values that move in float32\)", record.findings[0].message)
     assert "its averages alone lose by half" in why_no_edit(record)
     shown = replace(record, command="run", script=ScriptRun("train.py"))
-    page, whole = (text_of(shown, Typed("r.json", ""), PLAIN, kind) for kind in ("text", "markdown"))
+    page, whole = (text_of(shown, CommandContext("r.json", ""), PLAIN, kind) for kind in ("text", "markdown"))
     assert "suggest-fp32" not in page
     assert "ampdbg explain frozen-average" in page
     assert "The share of the way of averages in float32 that those in half do not go." in whole

@@ -15,7 +15,7 @@ from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.widening import LIFTS, lifted
 from ampdbg.probes import draws
-from ampdbg.probes.draws import Draws, attention, drawn_alike
+from ampdbg.probes.draws import Draws, attention, same_random_numbers
 from ampdbg.probes.seams import replaced
 from ampdbg.training.fp32_twin import distance, fp32_losses
 from ampdbg.training.loop import train
@@ -66,20 +66,20 @@ def test_a_healthy_model_with_dropout_is_not_blamed(tmp_path: Path, monkeypatch:
 def test_each_dropout_draws_as_it_did() -> None:
     known, x = Draws(), torch.ones(64)
     torch.manual_seed(0)
-    with drawn_alike(known, notes=True):
+    with same_random_numbers(known, notes=True):
         there = [F.dropout(x.half()), torch.dropout(x, 0.25, True), F.dropout(x, training=False)]
     assert (known.dtypes, known.are_noted) == ([torch.float16, torch.float32], True)
     for wide in (torch.float32, torch.float64):
         torch.manual_seed(0)
         leaf = x.to(wide).requires_grad_()
-        with drawn_alike(known, notes=False):
+        with same_random_numbers(known, notes=False):
             here = [F.dropout(leaf), F.dropout(x, 0.25), F.dropout(x, training=False)]
         assert [one.dtype for one in here] == [wide, torch.float32, torch.float32]
         assert all(torch.equal(one.float(), other.float()) for one, other in zip(here, there, strict=True))
         (gradient,) = torch.autograd.grad(here[0].sum(), leaf)
         assert torch.equal(gradient, here[0])
     torch.manual_seed(0)
-    with drawn_alike(known, notes=False):
+    with same_random_numbers(known, notes=False):
         assert torch.equal(F.dropout(x.clone(), inplace=True), there[0].float())
 
 
@@ -104,11 +104,11 @@ def test_noise_is_that_of_the_step_as_wide_as_the_replay(
 ) -> None:
     known, like, wider = Draws(), torch.ones(24, dtype=torch.float16), LIFTS[dtype]
     torch.manual_seed(0)
-    with drawn_alike(known, notes=True):
+    with same_random_numbers(known, notes=True):
         there = [noise(like), torch.randn(2)]
     for _ in range(2):
         torch.manual_seed(0)
-        with lifted(dtype), drawn_alike(known, notes=False, wider=wider):
+        with lifted(dtype), same_random_numbers(known, notes=False, wider=wider):
             here = [noise(like.to(wider[torch.float16])), torch.randn(2)]
         assert here[0].dtype is wider.get(there[0].dtype, there[0].dtype)
         assert [one.tolist() for one in here] == [one.tolist() for one in there]
@@ -116,7 +116,7 @@ def test_noise_is_that_of_the_step_as_wide_as_the_replay(
     assert torch.equal(noise(like), there[0])  # nothing is left behind
 
 
-class Names(TorchDispatchMode):
+class NamingMode(TorchDispatchMode):
     """The ops that run while it is entered."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def test_a_dropout_is_made_of_the_same_ops_in_half_as_in_fp32() -> None:
     known, found = Draws(), list[list[str]]()
     with replaced(torch._VF, "dropout", lambda _: lambda *given: torch.native_dropout(*given)[0]):
         for dtype in (torch.float16, torch.float32):
-            with drawn_alike(known, notes=not found), Names() as names:
+            with same_random_numbers(known, notes=not found), NamingMode() as names:
                 F.dropout(torch.ones(64, dtype=dtype))
             found.append(names.ops[-2:])
     assert found == [["aten.mul.Tensor"] * 2] * 2
@@ -152,10 +152,10 @@ def test_other_dropout_is_part_of_the_noise_of_training(
 @pytest.mark.usefixtures("_on_a_gpu")
 def test_what_a_replay_that_raised_has_noted_is_forgotten() -> None:
     known = Draws()
-    with contextlib.suppress(RuntimeError), drawn_alike(known, notes=True):
+    with contextlib.suppress(RuntimeError), same_random_numbers(known, notes=True):
         F.dropout(torch.ones(4))
         raise RuntimeError("own")
-    with drawn_alike(known, notes=True):
+    with same_random_numbers(known, notes=True):
         F.dropout(torch.ones(4).half())
     assert (known.dtypes, known.are_noted) == ([torch.float16], True)
 
@@ -163,7 +163,7 @@ def test_what_a_replay_that_raised_has_noted_is_forgotten() -> None:
 def test_nothing_is_left_behind() -> None:
     names = ("dropout", "dropout_")
     before = [getattr(torch, name) for name in names]
-    with pytest.raises(RuntimeError, match="own"), drawn_alike(Draws(), notes=True):
+    with pytest.raises(RuntimeError, match="own"), same_random_numbers(Draws(), notes=True):
         raise RuntimeError("own")
     assert [getattr(torch, name) for name in names] == before
     assert not vars(torch._VF).keys() & set(names)
@@ -211,10 +211,13 @@ def test_attention_with_dropout_draws_the_same_in_every_dtype() -> None:
     results = list[torch.Tensor]()
     for dtype in (torch.float16, torch.float32):
         torch.manual_seed(0)
-        with drawn_alike(Draws(), notes=True), torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+        with (
+            same_random_numbers(Draws(), notes=True),
+            torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16),
+        ):
             results.append(F.scaled_dot_product_attention(query, key, value, dropout_p=0.5))
         assert results[-1].dtype is dtype
     torch.testing.assert_close(results[0].float(), results[1], rtol=2e-3, atol=2e-3)
-    with drawn_alike(Draws(), notes=True):
+    with same_random_numbers(Draws(), notes=True):
         assert not torch.equal(F.scaled_dot_product_attention(query, key, value, None, 0.5), results[1])
         assert torch.equal(F.scaled_dot_product_attention(query, key, value), BEFORE(query, key, value))

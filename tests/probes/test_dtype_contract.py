@@ -22,7 +22,7 @@ from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import KindDtypes, Record
 from ampdbg.report.formats import written as text_of
-from ampdbg.report.view import Typed
+from ampdbg.report.view import CommandContext
 from tests.script.test_run import ran
 
 HALF = torch.bfloat16
@@ -454,9 +454,9 @@ def test_run_says_of_float32_weights_under_autocast_one_line_where_all_is_asked_
     record, page, code = ran(tmp_path, SCRIPT.format(cast="", lowers=True), options=())
     assert (codes(record), code, record.asked) == ([], 0, {"autocast": "bfloat16"})
     assert "Weights:" not in page
-    full = text_of(record, Typed("", "", verbose=True), PLAIN, "text")
+    full = text_of(record, CommandContext("", "", verbose=True), PLAIN, "text")
     assert "\nWeights: stored and gradients FP32; computed bfloat16\n" in full
-    assert len(full.splitlines()) == len(text_of(record, Typed("", ""), PLAIN, "text").splitlines()) + 1
+    assert len(full.splitlines()) == len(text_of(record, CommandContext("", ""), PLAIN, "text").splitlines()) + 1
 
 
 def test_a_page_has_a_table_where_weights_are_in_half() -> None:
@@ -465,12 +465,12 @@ def test_a_page_has_a_table_where_weights_are_in_half() -> None:
     net.norm.register_forward_pre_hook(lambda module, given: (given[0].float(),))
     net.norm.register_forward_hook(lambda module, given, out: out.to(HALF))
     record = trained(net)
-    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    page = text_of(record, CommandContext("", ""), PLAIN, "markdown")
     assert "Weights: stored, computed, gradients and states FP32/bfloat16; no FP32 masters found" in page
     assert "| kind | stored | computed | gradients | states |" in page
     assert "| linears | bfloat16 | bfloat16 | bfloat16 | bfloat16 |" in page
     assert "| norms | FP32 | FP32 | FP32 | FP32 |" in page
-    assert ">computed</th>" in text_of(record, Typed("", ""), PLAIN, "html")
+    assert ">computed</th>" in text_of(record, CommandContext("", ""), PLAIN, "html")
 
 
 MASTERS = """

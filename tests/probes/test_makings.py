@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.makings import Construction, Constructions
 from ampdbg.probes.models import Models, unwrapped
 
 
@@ -30,7 +30,7 @@ def here(back: int = 0) -> int:
     return sys._getframe(1).f_lineno - back
 
 
-def found(makings: Makings, model: nn.Module, *pins: str) -> tuple[int, tuple[str, ...]]:
+def found(makings: Constructions, model: nn.Module, *pins: str) -> tuple[int, tuple[str, ...]]:
     making = makings.of(model, pins)
     assert making is not None
     assert making.file == __file__
@@ -39,21 +39,21 @@ def found(makings: Makings, model: nn.Module, *pins: str) -> tuple[int, tuple[st
 
 @pytest.mark.parametrize("pin", ["head", "body.0", "body:own", ":own", ""])
 def test_a_model_is_made_where_its_class_is_called(pin: str) -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         model = Net().train()
         line = here(1)
     assert found(makings, model, pin) == (line, ())
 
 
 def test_a_layer_alone_is_a_model_too() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         model = nn.Linear(4, 1)
         line = here(1)
     assert found(makings, model, "") == (line, ())
 
 
 def test_a_part_that_comes_later_counts_for_the_pins_in_it() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         net = Net()
         made = here(1)
         net.body[0] = nn.Linear(4, 4, bias=False)
@@ -70,7 +70,7 @@ def changed(block: nn.Sequential) -> None:
 
 
 def test_a_function_that_does_not_know_the_model_is_passed_over() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         net = Net()
         changed(net.body)
         line = here(1)
@@ -78,7 +78,7 @@ def test_a_function_that_does_not_know_the_model_is_passed_over() -> None:
 
 
 def test_of_what_was_copied_nothing_is_known() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         model = copy.deepcopy(Net())
     assert makings.of(model, ["head"]) is None
 
@@ -96,7 +96,7 @@ class Late(nn.Module):
 
 
 def test_what_a_forward_makes_has_no_place() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         model = Late()
         line = here(1)
         model(torch.ones(1, 4))
@@ -105,29 +105,29 @@ def test_what_a_forward_makes_has_no_place() -> None:
 
 
 def test_a_wrapper_counts_on_the_line_that_makes_the_model() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         first, second = Net(), nn.DataParallel(Net())
         line = here(1)
         whole = nn.DataParallel(first)
-    assert makings.of(unwrapped(whole), ["head"]) == Making(__file__, line)
-    assert makings.of(unwrapped(second), ["head"]) == Making(__file__, line, is_wrapped=True)
+    assert makings.of(unwrapped(whole), ["head"]) == Construction(__file__, line)
+    assert makings.of(unwrapped(second), ["head"]) == Construction(__file__, line, is_wrapped=True)
 
 
 def test_of_several_models_it_is_the_one_of_the_pins() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         first, second = Net(), Net()
         line = here(1)
         models = Models()
         models.adopt([first, second])
         whole = models.together()
     names = [name for name, _ in whole.named_children()]
-    assert makings.of(whole, [f"{names[1]}.body.0"]) == Making(__file__, line, path=names[1])
+    assert makings.of(whole, [f"{names[1]}.body.0"]) == Construction(__file__, line, path=names[1])
     assert makings.of(whole, [f"{names[0]}.head", f"{names[1]}.head"]) is None
     assert makings.of(whole, [":own"]) is None
 
 
 def test_it_ends_with_an_error(tmp_path: Path) -> None:
-    makings = Makings()
+    makings = Constructions()
     with pytest.raises(ZeroDivisionError), makings:
         raise ZeroDivisionError
     assert makings.of(Net(), ["head"]) is None

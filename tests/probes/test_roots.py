@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from ampdbg.probes.makings import Makings, roots_of
-from ampdbg.probes.models import Models, Together
+from ampdbg.probes.makings import Constructions, roots_of
+from ampdbg.probes.models import ModelGroup, Models
 from ampdbg.record.pins import RootModel, call_of_pins
 
 
@@ -37,14 +37,14 @@ def together(*models: nn.Module) -> nn.Module:
 
 
 def test_the_name_of_an_only_model_is_its_own() -> None:
-    assert roots_of(together(Net()), ["head"], Makings()) == ()
+    assert roots_of(together(Net()), ["head"], Constructions()) == ()
 
 
 def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     net, critic = made(), Critic()
     monkeypatch.setattr(sys.modules["__main__"], "net_g", net, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "net_d", critic, raising=False)
-    roots = roots_of(together(net, critic), ["net_g.head", "net_d:own", "net_g:own"], Makings())
+    roots = roots_of(together(net, critic), ["net_g.head", "net_d:own", "net_g:own"], Constructions())
     assert roots == (
         RootModel("net_g", "net_g", "the model that the script calls net_g", is_global=True),
         RootModel("net_d", "net_d", "the model that the script calls net_d", is_global=True),
@@ -54,13 +54,13 @@ def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.Monke
 
 def test_else_it_is_its_class() -> None:
     net, critic = made(), Critic()
-    roots = roots_of(together(net, critic), ["Critic"], Makings())
+    roots = roots_of(together(net, critic), ["Critic"], Constructions())
     assert roots == (RootModel("Critic", "Critic", "the model of class Critic that the script makes"),)
     assert call_of_pins(roots) == "pin_fp32(Critic=...)"
 
 
 def test_of_one_class_the_line_that_makes_it_tells_which_it_is() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         there = made()
         back = made()
         line = sys._getframe().f_lineno - 1
@@ -71,16 +71,16 @@ def test_of_one_class_the_line_that_makes_it_tells_which_it_is() -> None:
 
 
 def test_where_nothing_tells_which_it_is_that_is_said() -> None:
-    with Makings() as makings:
+    with Constructions() as makings:
         both = together(*[made() for _ in range(2)])
     unknown = "one of the 2 models of class Net that the script makes; which of them is not known"
-    for known in (makings, Makings()):
+    for known in (makings, Constructions()):
         assert [root.what for root in roots_of(both, ["Net_.head"], known)] == [unknown]
 
 
 def test_each_has_an_argument_that_means_nothing_else() -> None:
-    whole = Together()
+    whole = ModelGroup()
     for name in ("functools", "name", "_Net"):
         whole.add_module(name, nn.Identity())
-    roots = roots_of(whole, ["functools", "name", "_Net"], Makings())
+    roots = roots_of(whole, ["functools", "name", "_Net"], Constructions())
     assert [root.argument for root in roots] == ["functools_", "name_", "_Net"]

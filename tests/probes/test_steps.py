@@ -17,7 +17,7 @@ from ampdbg.probes.watch import watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step, Unseen
 from ampdbg.report.formats import written
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.report.records import ENVIRONMENT, healthy
 
 PARAMETERS = 2_000
@@ -136,7 +136,10 @@ def same_of(whole: Record, thinned: Record) -> tuple[Record, str]:
     """The diagnosed record and its page, which are the same of the steps that are left."""
     found = [diagnose(record) for record in (whole, thinned)]
     assert repr(found[0].findings) == repr(found[1].findings)
-    pages = [written(record, Typed("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text") for record in found]
+    pages = [
+        written(record, CommandContext("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text")
+        for record in found
+    ]
     assert pages[0] == pages[1]
     return found[1], pages[1]
 

@@ -7,7 +7,7 @@ from types import CodeType, ModuleType
 import pytest
 
 from ampdbg.probes import unfollowed
-from ampdbg.probes.unfollowed import leave_ours_alone
+from ampdbg.probes.unfollowed import exclude_from_compile
 
 MODULE = """\
 import functools
@@ -55,12 +55,12 @@ def test_all_code_that_a_module_defines_is_found_and_none_of_others(monkeypatch:
     marked: list[CodeType] = []
     monkeypatch.setattr(unfollowed, "_skipping", lambda: marked.append)
     monkeypatch.setattr(unfollowed, "_done", {name for name in sys.modules if name != module.__name__})
-    leave_ours_alone()
+    exclude_from_compile()
     names = {code.co_name for code in marked}
     assert {code.co_filename for code in marked} == {file, "<string>"}
     assert names >= {"plain", "<lambda>", "<genexpr>", "cached", "without_gradients", "deep", "asked", "kept", "made"}
     assert "__init__" in names
     assert sum(code.co_name == "<lambda>" for code in marked) == 5
     marked.clear()
-    leave_ours_alone()
+    exclude_from_compile()
     assert not marked

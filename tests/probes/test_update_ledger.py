@@ -21,7 +21,7 @@ from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written as text_of
-from ampdbg.report.view import Typed
+from ampdbg.report.view import CommandContext
 from ampdbg.training.loop import train
 from tests.script.test_run import ran
 from tests.siblings import slow_but_for
@@ -302,7 +302,7 @@ def test_gains_that_swing_back_and_forth_under_sgd_lose_over_the_sampled_steps_w
     lost, ways = {kind.kind: kind.lost for kind in record.updates.kinds}, way_in_float32(200, make)
     assert lost["norms"] == pytest.approx(1.0 - ways["norm.weight"], abs=0.05)
     assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.05)
-    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    page = text_of(record, CommandContext("", ""), PLAIN, "markdown")
     assert "Measured in these steps alone: others may lose more or less." in page
 
 
@@ -695,7 +695,7 @@ def own(keeps: str = "", lr: float = 5e-4) -> Made:
 
 
 def page_of(record: Record) -> str:
-    return " ".join(text_of(record, Typed("", ""), PLAIN, "text").split())
+    return " ".join(text_of(record, CommandContext("", ""), PLAIN, "text").split())
 
 
 def test_half_values_that_never_change_under_an_optimizer_that_is_not_compared_are_named() -> None:
@@ -1031,11 +1031,11 @@ def test_the_dtypes_of_each_kind_are_those_of_the_first_step() -> None:
 
 def test_the_page_has_a_row_for_each_kind_of_half_weight() -> None:
     record, _ = trained(steps=10)
-    page = text_of(record, Typed("", ""), PLAIN, "markdown")
+    page = text_of(record, CommandContext("", ""), PLAIN, "markdown")
     assert "Half weights, in 10 sampled steps" in page
     assert "| kind | lost | of gradient | of decay | still a step | still below lr |" in page
     assert "| norms | 100% | 100% | 100% | 100% |" in page
-    html = text_of(record, Typed("", ""), PLAIN, "html")
+    html = text_of(record, CommandContext("", ""), PLAIN, "html")
     assert html.count('<rect class="lost" width="100" height="10"/>') == page.count("| 100% ") == 6
     assert from_json(to_json(record)) == record
 

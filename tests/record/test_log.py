@@ -16,7 +16,7 @@ from hypothesis import example, given
 
 from ampdbg.errors import RecordError
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.steps import MOST_STEPS, MOST_TELLING, STEPS_AT_ENDS, StepLog
+from ampdbg.probes.steps import MOST_INFORMATIVE, MOST_STEPS, STEPS_AT_ENDS, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
 from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
 from tests.strategies import steps as any_steps
@@ -136,14 +136,14 @@ BAD = {"every step": lambda number: True, "three of four": lambda number: number
 def test_the_log_of_a_run_that_goes_wrong_stays_small_and_counts_what_it_leaves_out(
     tmp_path: Path, is_bad: Callable[[int], bool]
 ) -> None:
-    count = 2 * MOST_TELLING + 1000
+    count = 2 * MOST_INFORMATIVE + 1000
     record, most = run_of(tmp_path / "run.jsonl", count, is_bad=is_bad)
     assert most < 2_000_000
     assert record.left_out.unhealthy > 1000
     read = read_log(tmp_path / "run.jsonl")
     found = {one.step: one for one in read.steps}
     assert {one.step: found[one.step] for one in record.steps} == {one.step: one for one in record.steps}
-    assert len(found) <= 4 * MOST_TELLING  # a healthy one on each side of it
+    assert len(found) <= 4 * MOST_INFORMATIVE  # a healthy one on each side of it
     assert read.left_out == record.left_out
     assert record.steps_skipped == record.left_out.unhealthy + sum(one.found_inf for one in record.steps)
     assert record.steps_skipped == sum(map(is_bad, range(count)))

@@ -379,7 +379,7 @@ def applies_a_function(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 LOOPS = {name: loop for name, loop in globals().items() if "scaler" in getattr(loop, "__annotations__", ())}
-RUN_AGAIN: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name, loss in LOSSES.items()}}
+REPLAY_ANNOUNCEMENT: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name, loss in LOSSES.items()}}
 
 
 class Seen(TorchDispatchMode):
@@ -415,7 +415,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @dataclass
-class Noted:
+class NotedCall:
     """A loop that was noted at a loss scale of 4: the gradients that it has left, and the sum of its losses."""
 
     model: nn.Module
@@ -427,7 +427,7 @@ class Noted:
     def __post_init__(self) -> None:
         self.recorder = Recorder(about_to_step=self._about_to_step)
 
-    def of(self, loop: Loop) -> "Noted":
+    def of(self, loop: Loop) -> "NotedCall":
         """Runs it."""
         with self.recorder, attached(self._around):
             loop(self.model, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -488,12 +488,12 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("loop", RUN_AGAIN.values(), ids=RUN_AGAIN)
+@pytest.mark.parametrize("loop", REPLAY_ANNOUNCEMENT.values(), ids=REPLAY_ANNOUNCEMENT)
 def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop, around: Callable[[], Any]) -> None:
     if around is AROUND["in half"] and loop in (evaluates_before, reentrant) and keeps_casts_without_gradients():
         pytest.skip("with this torch the step itself lacks gradients that a step alone has")
     with around():
-        noted = Noted(net()).of(loop)
+        noted = NotedCall(net()).of(loop)
     noted.model.zero_grad()
     noted.model.eval()
     step = noted.again()
@@ -508,7 +508,7 @@ def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop,
         torch.testing.assert_close(gradient, noted.gradients[name], rtol=0.0, atol=0.25 * is_one_pass)
 
 
-@pytest.mark.parametrize("loop", RUN_AGAIN.values(), ids=RUN_AGAIN)
+@pytest.mark.parametrize("loop", REPLAY_ANNOUNCEMENT.values(), ids=REPLAY_ANNOUNCEMENT)
 def test_a_loop_that_is_noted_trains_as_it_does_alone(loop: Loop) -> None:
     found, states = [], []
     for is_noted in (False, True):
@@ -543,7 +543,7 @@ def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(
     def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
         scaler.scale((model(x()) * cast(wide)).square().mean()).backward()
 
-    noted = Noted(net()).of(loop)
+    noted = NotedCall(net()).of(loop)
     assert not math.isfinite(sum(noted.losses))
     step = noted.again()
     with lifted("float32"):
@@ -563,7 +563,7 @@ def test_a_model_beside_that_computes_its_data_is_a_part_of_a_step_and_holds_not
         assert kept[0]() is None  # nothing of it is held when what was cast is gone
         scaler.scale(model(encoded.float()).square().mean()).backward()
 
-    step = Noted(net()).of(loop).again()
+    step = NotedCall(net()).of(loop).again()
     assert any(call.function is beside for call in step.calls.values())
 
 
@@ -606,7 +606,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 
 @pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)
 def test_of_what_cannot_be_run_again_it_is_said_why(loop: Loop, why: str) -> None:
-    step, why_not, _ = Noted(net()).of(loop).step()
+    step, why_not, _ = NotedCall(net()).of(loop).step()
     assert step is None
     assert why_not.startswith(why)
 
@@ -675,7 +675,7 @@ def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytes
                 monkeypatch.setattr(recorders, fails, lambda: 1 / 0)
 
     monkeypatch.setattr(recorders, "MOST_CALLS", 1000 if fails else 3)
-    noted = Noted(net()).of(loop)
+    noted = NotedCall(net()).of(loop)
     monkeypatch.undo()
     bare = net()
     loop(bare, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -1090,7 +1090,7 @@ def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.T
 
 
 def test_of_a_loss_that_is_compiled_the_modules_alone_are_run_again() -> None:
-    noted = Noted(net()).of(compiles_its_loss)
+    noted = NotedCall(net()).of(compiles_its_loss)
     assert noted.step()[0] is None
     step, total = modules(noted.recorder, noted.model)
     assert [call.called for call in step.calls.values()] == [noted.model]
@@ -1098,7 +1098,7 @@ def test_of_a_loss_that_is_compiled_the_modules_alone_are_run_again() -> None:
 
 
 def test_a_model_that_is_compiled_by_its_keyword_is_run_again_with_the_loss_that_follows_it() -> None:
-    step, why_not, _ = Noted(net()).of(compiles_its_model).step()
+    step, why_not, _ = NotedCall(net()).of(compiles_its_model).step()
     assert (step is not None, why_not) == (True, "")
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ampdbg.record.run import Record
 from ampdbg.report.formats.text import write
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 
 
 def rendered(
@@ -23,5 +23,5 @@ def rendered(
     verbose: bool = True,
 ) -> str:
     """The record's page, for a terminal of that look; its story where it is not ``verbose``."""
-    typed = Typed(config, record_path, folder, order, top, verbose=verbose)
+    typed = CommandContext(config, record_path, folder, order, top, verbose=verbose)
     return write(record, typed, Look(width, color, unicode))

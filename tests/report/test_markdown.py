@@ -14,7 +14,7 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.formats.markdown import MOST_CHARACTERS, escaped
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.report.page.samples import Parsed
 from tests.report.records import run
 from tests.report.runs import RUNS, record_of
@@ -55,7 +55,7 @@ def rendered(text: str) -> str:
 
 
 def markdown(record: Record) -> str:
-    return written(record, Typed("config.yaml", "r.json", "/home/me"), LOOK, "markdown")
+    return written(record, CommandContext("config.yaml", "r.json", "/home/me"), LOOK, "markdown")
 
 
 def squeezed(text: str) -> str:

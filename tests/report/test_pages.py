@@ -24,7 +24,7 @@ from ampdbg.record.pins import Outcome
 from ampdbg.record.run import GroupOverflow, Record, Step, Verdict
 from ampdbg.report import comparison, doctor, lint
 from ampdbg.report.formats.text import draw, write
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.conftest import Golden
 from tests.machine.test_judgments import CPU_TORCH
 from tests.report.pages import rendered
@@ -48,7 +48,7 @@ def page(record: Callable[[], Record], *, verbose: bool) -> Screen:
 
     def drawn(look: Look) -> str:
         path = "r" if verbose else f"20250102T030405Z-{record().command}"
-        return write(record(), Typed("config.yaml", f".ampdbg/{path}.json", verbose=verbose), look)
+        return write(record(), CommandContext("config.yaml", f".ampdbg/{path}.json", verbose=verbose), look)
 
     return drawn
 

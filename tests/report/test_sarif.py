@@ -14,7 +14,7 @@ from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.formats.sarif import Alert, alerts, log, to_json
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.report.records import healthy, run
 from tests.report.runs import RUNS, record_of
 from tests.test_escapes import HOSTILE
@@ -30,7 +30,7 @@ def mistakes(document: object) -> list[str]:
 
 
 def written_log(record: Record, folder: str = "/home/me") -> Any:
-    text = written(record, Typed("config.yaml", "r.json", folder), LOOK, "sarif")
+    text = written(record, CommandContext("config.yaml", "r.json", folder), LOOK, "sarif")
     assert text.isascii()
     return json.loads(text)
 

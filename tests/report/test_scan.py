@@ -9,7 +9,7 @@ import pytest
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import GroupOverflow, Investigation, ParameterCounts, Record, ScriptRun, TensorCounts, Unseen
 from ampdbg.report.scan import MAX_GROUPS, group_table, next_command
-from ampdbg.report.view import StyledLine, Typed
+from ampdbg.report.view import CommandContext, StyledLine
 from tests.report.bisections import BISECTIONS
 from tests.report.pages import rendered
 from tests.report.records import LOST, NAMES, collapse, healthy, healthy_step, overflow, run, skipped_step
@@ -204,7 +204,7 @@ def test_of_a_step_that_ended_before_its_loss_no_loss_is_shown(
 CAPTURES = tuple(f".ampdbg/captures/20261124T235949Z-step-{step}.safetensors" for step in (1, 61, 62))
 
 
-def typed_next(record: Record, typed: Typed) -> str | None:
+def typed_next(record: Record, typed: CommandContext) -> str | None:
     command = next_command(record, typed)
     return command.command if command else None
 
@@ -215,7 +215,7 @@ def of_captures(step: int, replayed: int, *investigations: Investigation) -> str
     found = replace(found, evidence={"replayed_step": replayed})
     script = ScriptRun("train.py", captures=CAPTURES)
     record = run([healthy_step(0), skipped_step(1, 2.0, ())], findings=(found,), script=script, verdict="precision")
-    return typed_next(replace(record, command="run", investigations=investigations), Typed("train.py"))
+    return typed_next(replace(record, command="run", investigations=investigations), CommandContext("train.py"))
 
 
 @pytest.mark.parametrize(("step", "replayed", "named"), [(60, 61, 61), (0, 1, 1), (60, 60, 61), (62, 62, 62)])
@@ -238,13 +238,13 @@ def test_a_fault_that_a_pin_cures_and_no_capture_shows_leads_to_one(note: str) -
     )
     again = record.script.again(record.environment, 3) if record.script else ""
     assert "--capture-step 3 train.py 5" in again
-    assert typed_next(record, Typed("train.py 5")) == ("ampdbg explain gradient-overflow" if note else again)
+    assert typed_next(record, CommandContext("train.py 5")) == ("ampdbg explain gradient-overflow" if note else again)
 
 
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_healthy_script_leaves_nothing_to_type_unless_no_step_ran_in_half(is_module: bool) -> None:
     record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))
-    record, script = replace(record, command="run"), Typed("train.py 3")
+    record, script = replace(record, command="run"), CommandContext("train.py 3")
     half = replace(record, environment=replace(record.environment, policy="cuda", emulated=False))
     assert typed_next(half, script) is None
     in_fp32 = replace(record, environment=replace(record.environment, policy="none", emulated=False))
@@ -267,4 +267,4 @@ def test_a_capture_of_a_script_elsewhere_is_typed_with_it(name: str, script: str
     captured = ScriptRun(name, ("--lr", "1"), captures=("/home/me/.ampdbg/captures/now-step-3.safetensors",))
     record = replace(run([healthy_step(step) for step in range(6)], script=captured), command="run")
     typed = f"ampdbg replay .ampdbg/captures/now-step-3.safetensors{script}"
-    assert typed_next(record, Typed("train.py", folder="/home/me")) == typed
+    assert typed_next(record, CommandContext("train.py", folder="/home/me")) == typed

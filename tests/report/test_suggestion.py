@@ -15,7 +15,7 @@ from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, Pro
 from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import applying, content, headline
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
 from tests.report.bisections import BISECTIONS, NAMES, found
 from tests.report.records import LOST
@@ -27,11 +27,11 @@ PATCHED = Handover("diff", NAMES, folder="/home/me", is_git=True, files=(FILE,),
 WARNS = ProofStep("the gradients of step 3", True, "head.weight has no gradient at any loss scale", warns=True)
 
 FORMS: tuple[Form, ...] = ("module", "yaml", "json")
-TYPED = Typed(record_path="r.json", folder="/home/me", verbose=True)
+TYPED = CommandContext(record_path="r.json", folder="/home/me", verbose=True)
 PATCH = "/home/me/.ampdbg/a-file-of-a-long-name-" + "x" * 60
 
 
-def rendered(record: Record, suggested: Handover, typed: Typed = TYPED, **look: object) -> str:
+def rendered(record: Record, suggested: Handover, typed: CommandContext = TYPED, **look: object) -> str:
     looks = replace(Look(width=80, color=False, unicode=True), **look)  # type: ignore[arg-type]
     return written(replace(record, command="suggest-fp32", handover=suggested), typed, looks, "text")
 

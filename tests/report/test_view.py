@@ -16,7 +16,7 @@ from ampdbg.record.file import to_json
 from ampdbg.record.findings import Finding
 from ampdbg.report import formats
 from ampdbg.report.formats import written
-from ampdbg.report.view import Look, Typed, root_of, with_option
+from ampdbg.report.view import CommandContext, Look, root_of, with_option
 from tests.report.pages import rendered
 from tests.report.records import healthy
 
@@ -80,7 +80,7 @@ def test_what_was_quoted_stays_quoted() -> None:
 
 
 LOOK = Look(80, color=False, unicode=True)
-TYPED = Typed("config.yaml", ".ampdbg/r.json", "/home/me", verbose=True)
+TYPED = CommandContext("config.yaml", ".ampdbg/r.json", "/home/me", verbose=True)
 
 
 def test_text_is_the_page_and_json_the_record() -> None:
@@ -105,7 +105,7 @@ def test_a_finding_and_what_it_causes_are_placed_alike_in_every_format(name: str
     )
     effect = replace(root, code="scale-collapse", step=7, evidence={"iteration": 4}, root=0)
     record = replace(healthy(), findings=(root, effect))
-    shown = written(record, Typed("c.yaml", "r.json", "/home/me"), Look(140, color=False, unicode=True), name)
+    shown = written(record, CommandContext("c.yaml", "r.json", "/home/me"), Look(140, color=False, unicode=True), name)
     text = " ".join(html.unescape(re.sub(r"<[^>]*>|\\|\u200b", "", shown)).split())
     assert "step 6 (iteration 3) · backward · net.a · mul · net.a.weight" in text
     assert "scale-collapse at step 7 (iteration 4): m" in text

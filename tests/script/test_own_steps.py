@@ -85,7 +85,7 @@ def test_a_step_inside_another_is_a_part_of_it_and_the_masters_are_found(tmp_pat
     ]
 
 
-BEHIND = scripts.loop("""
+HOLDERS = scripts.loop("""
 net = nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
@@ -107,7 +107,7 @@ for step in range(30):
 def test_of_weights_that_are_written_in_the_backward_pass_it_is_said_that_no_step_was_seen(
     tmp_path: Path, gain: float
 ) -> None:
-    record, page, _ = ran(tmp_path, BEHIND.format(gain=gain), options=())
+    record, page, _ = ran(tmp_path, HOLDERS.format(gain=gain), options=())
     assert (record.verdict, record.steps, record.findings) == ("inconclusive", (), ())
     assert "ampdbg saw no optimizer step." in page
     assert "it follows no loop that writes weights itself, as in hooks of the backward pass" in page

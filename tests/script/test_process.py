@@ -165,7 +165,7 @@ TRAINS = """
 import threading, time, torch
 
 def train():
-    WAITS
+    REPLAY_SECONDS
     import beside
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -192,7 +192,7 @@ threading.Thread(target=train, daemon=DAEMON).start()
 )
 def test_a_thread_that_outlives_the_script_is_watched(tmp_path: Path, waits: str, daemon: bool, steps: int) -> None:
     (tmp_path / "beside.py").touch()
-    python, watched = both(tmp_path, TRAINS.replace("WAITS", waits).replace("DAEMON", str(daemon)))
+    python, watched = both(tmp_path, TRAINS.replace("REPLAY_SECONDS", waits).replace("DAEMON", str(daemon)))
     assert (watched.code, watched.stdout) == (python.code, python.stdout) == (0, "trained\n" if steps else "")
     assert read_record(tmp_path / "r.json").steps_run == steps
 

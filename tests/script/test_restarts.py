@@ -259,7 +259,7 @@ def test_what_would_remove_or_rename_it_is_refused_by_its_name(
     assert left == before
 
 
-MAKES = (
+CREATING_EVENTS = (
     "os.makedirs('d/e')\n"
     "open('d/e/f', 'w').write('1')\nopen('d/e/f', 'a').write('2')\nopen('x', 'x').write('x')\n"
     "open('gone', 'w').close()\nos.remove('gone')\n"
@@ -272,12 +272,12 @@ MAKES = (
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
 def test_new_files_and_folders_are_like_any_other_and_go_again(tmp_path: Path, ending: str) -> None:
-    guarded(tmp_path, f"import sys\n{MAKES}{ending}")
+    guarded(tmp_path, f"import sys\n{CREATING_EVENTS}{ending}")
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(tmp_path: Path) -> None:
-    code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
+    code = f"{CREATING_EVENTS}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
     guarded(tmp_path, code)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
 

@@ -11,7 +11,7 @@ from tests.siblings import slow_but_for
 SPOILT = scripts.loop("""
 KEEPS
 net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
-MAKES
+CREATING_EVENTS
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
 for step in range(12):
@@ -54,7 +54,7 @@ KINDS = {
 def spoilt(kind: str) -> str:
     """The script in which a value of this kind is spoilt."""
     makes, loss, after = KINDS[kind]
-    return SPOILT.replace("KEEPS\n", "").replace("MAKES", makes).replace("LOSS", loss).replace("AFTER", after)
+    return SPOILT.replace("KEEPS\n", "").replace("CREATING_EVENTS", makes).replace("LOSS", loss).replace("AFTER", after)
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["a number", "a target network"], KINDS))

@@ -20,7 +20,7 @@ from ampdbg.search.strategies import (
     atom_tree,
     best_so_far,
     delta_debug,
-    guided,
+    guided_search,
 )
 from tests.search.planted import SMALL, Step, of_any_size, planted, random_names, steps, trees
 
@@ -232,7 +232,7 @@ def merged(tree: AtomTree, pins: Sequence[str]) -> int:
 
 def test_right_candidates_cost_one_trial_and_one_each_which_says_what_dropping_it_does() -> None:
     _, trials = planted("embed", "head")
-    found = guided(trials, ["embed", "head"])
+    found = guided_search(trials, ["embed", "head"])
     assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, True)
     assert stages(trials) == [
         ("candidates", ("embed", "head"), True),
@@ -254,13 +254,13 @@ def test_of_few_culprits_in_a_large_model_each_is_dropped() -> None:
     names = [f"layers.{index}" for index in range(2000)]
     culprits = names[::50]
     _, trials = planted(*culprits, names=["", *names])
-    found = guided(trials, culprits)
+    found = guided_search(trials, culprits)
     assert (found.pins, found.minimal) == (tuple(culprits), True)
 
 
 def test_a_culprit_that_shows_when_another_is_cured_joins() -> None:
     _, trials = planted("embed", "blocks.0.attn", "head", masking=True)
-    assert guided(trials, ["embed"]).pins == ("embed", "blocks.0.attn", "head")
+    assert guided_search(trials, ["embed"]).pins == ("embed", "blocks.0.attn", "head")
     assert stages(trials)[:3] == [
         ("candidates", ("embed",), False),
         ("suspects", ("embed", "blocks.0.attn"), False),
@@ -277,7 +277,7 @@ def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_fo
         return [*names[:20], "layers.none"] if len(asked) == 1 else names
 
     _, trials = planted(*names, names=["", *names], masking=True)
-    assert guided(trials, names[:1], propose).pins == tuple(names)
+    assert guided_search(trials, names[:1], propose).pins == tuple(names)
     assert asked == [3, 22]
     assert stages(trials)[:5] == [
         ("candidates", tuple(names[:1]), False),
@@ -290,13 +290,13 @@ def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_fo
 
 def test_of_two_sets_that_would_do_the_earlier_candidate_or_the_first_to_run_is_kept() -> None:
     trials = [Trials(Step(TREE, [["embed"], ["head"]]), TREE) for _ in range(3)]
-    assert guided(trials[0], ["embed", "head"]).pins == delta_debug(trials[1]).pins == ("embed",)
-    assert guided(trials[2], ["head", "embed"]).pins == ("head",)
+    assert guided_search(trials[0], ["embed", "head"]).pins == delta_debug(trials[1]).pins == ("embed",)
+    assert guided_search(trials[2], ["head", "embed"]).pins == ("head",)
 
 
 def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -> None:
     _, trials = planted("blocks.0.mlp:own", "blocks.0.mlp.fc", "head")
-    found = guided(trials, ["blocks.0.mlp:own", "blocks.0.mlp.fc", "head"])
+    found = guided_search(trials, ["blocks.0.mlp:own", "blocks.0.mlp.fc", "head"])
     assert found.pins == ("blocks.0.mlp", "head")
     assert found.dropped["blocks.0.mlp"].pins == ("head",)
     assert len(trials.made) == 1 + 3 + 1
@@ -319,7 +319,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Sequence[str], tuple[str, ...], int]] = 
 def test_candidates_are_joined_and_dropped(name: str) -> None:
     culprits, candidates, pins, count = GIVEN[name]
     _, trials = planted(*culprits)
-    found = guided(trials, candidates)
+    found = guided_search(trials, candidates)
     assert (found.pins, found.healthy, found.minimal) == (pins, True, True)
     assert found.dropped.keys() == {*pins}
     assert len(trials.made) == count
@@ -333,14 +333,14 @@ def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -
         return Trial(pins, healthy, suspects=() if healthy else ("blocks.0:own",))
 
     trials = Trials(blames_the_block, TREE)
-    found = guided(trials, ["head"])
+    found = guided_search(trials, ["head"])
     assert (found.pins, found.minimal) == (("blocks.0.mlp.fc",), True)
     assert [stage for stage, _, _ in stages(trials)][:3] == ["candidates", "suspects", "widened"]
 
 
 def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_root() -> None:
     trials = Trials(lambda pins: Trial(pins, "embed" in TREE.expand(pins), why="loss is far off"), TREE)
-    found = guided(trials, ["blocks.0.mlp.fc"])
+    found = guided_search(trials, ["blocks.0.mlp.fc"])
     assert (found.pins, found.minimal) == (("embed",), True)
     widened = [pins for stage, pins, _ in stages(trials) if stage == "widened"]
     assert widened == [("blocks.0.mlp",), ("blocks.0",), ("blocks.0", "blocks.1"), ("",)]
@@ -348,10 +348,10 @@ def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_ro
 
 def test_where_even_the_root_does_not_help_nothing_is_found_nor_widened_without_candidates_and_suspects() -> None:
     trials, others = (Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE) for _ in range(2))
-    found = guided(trials, ["head"])
+    found = guided_search(trials, ["head"])
     assert (found.pins, found.healthy, found.minimal) == ((), False, False)
     assert trials.made[-1].pins == ("",)
-    assert not guided(others, []).healthy
+    assert not guided_search(others, []).healthy
     assert len(others.made) == 1
 
 
@@ -363,13 +363,13 @@ def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
         blocks = pinned & {*TREE.under("blocks")}
         return Trial(pins, "head" in pinned and len(blocks) in (0, len(TREE.under("blocks"))))
 
-    found = guided(Trials(harmed, TREE), ["head", "blocks.1"])
+    found = guided_search(Trials(harmed, TREE), ["head", "blocks.1"])
     assert (found.pins, found.minimal) == (("head",), True)
 
 
 def test_tied_modules_are_dropped_as_one() -> None:
     together = [("embed", "head")]
-    found = guided(Trials(Step(TREE, [["head"]]), TREE, together=together), ["head", "embed", "blocks.1"])
+    found = guided_search(Trials(Step(TREE, [["head"]]), TREE, together=together), ["head", "embed", "blocks.1"])
     assert (found.pins, found.minimal) == (("embed", "head"), True)
     assert [trial.pins for trial in found.dropped.values()] == [(), ()]
     found = delta_debug(Trials(Step(TREE, [["head", "blocks.1"]]), TREE, together=together))
@@ -386,7 +386,7 @@ def test_right_candidates_are_proven_within_the_bound(
     step = data.draw(steps(sizes))
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
-    found = guided(trials, source.sample(list(culprits), len(culprits)))
+    found = guided_search(trials, source.sample(list(culprits), len(culprits)))
     assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
     # The caller narrows each pin and runs the whole set once more: 2k + 3 in all.
     assert len(trials.made) <= len(culprits) + 1 + merged(step.tree, found.pins)
@@ -406,7 +406,7 @@ def test_superfluous_candidates_cost_their_logarithm(
     if not last:
         source.shuffle(candidates)
     trials = Trials(step, step.tree)
-    found = guided(trials, candidates)
+    found = guided_search(trials, candidates)
     assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
     needed = len(culprits)
     proof = 1 + needed + merged(step.tree, found.pins)
@@ -423,7 +423,7 @@ def test_superfluous_candidates_cost_their_logarithm(
 def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
-    found = guided(trials, culprits[:1])
+    found = guided_search(trials, culprits[:1])
     assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
     assert len(trials.made) <= 2 * len(culprits) + merged(step.tree, found.pins)
 
@@ -436,7 +436,7 @@ def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: St
     limit = limit // 6 if is_guided else limit
     trials = Trials(step, step.tree, max_trials=limit)
     try:
-        found = guided(trials, candidates) if is_guided else delta_debug(trials)
+        found = guided_search(trials, candidates) if is_guided else delta_debug(trials)
         assert found.minimal
     except OutOfTrials:
         found = best_so_far(trials)
@@ -456,7 +456,7 @@ def test_after_an_interrupt_the_best_set_so_far_is_still_there(is_guided: bool) 
 
     trials = Trials(Step(TREE, [["head"]]), TREE, on_trial=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        guided(trials, ["head", "embed", "blocks.1"]) if is_guided else delta_debug(trials)
+        guided_search(trials, ["head", "embed", "blocks.1"]) if is_guided else delta_debug(trials)
     found = best_so_far(trials)
     assert (found.pins, found.healthy, found.minimal) == (trials.made[-1].pins, True, False)
     assert not is_guided or found.pins == ("embed", "head")
@@ -471,30 +471,30 @@ def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -
         return Trial(pins, cured or source.random() >= 0.3)
 
     trials = Trials(flaky, TREE, repeats=30)
-    assert guided(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")
+    assert guided_search(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")
 
 
 def test_where_each_pin_alone_takes_too_long_groups_are_dropped_and_those_known_to_be_needed_are_one() -> None:
     names = tuple(f"layers.{number}" for number in range(1000))
     step, trials = planted(*names, names=names)
-    result = guided(trials, names)
+    result = guided_search(trials, names)
     assert (result.pins, result.healthy, result.minimal, result.dropped) == (names, True, False, {})
     assert len(step.ran) == 1 + GROUPS
 
     needed = names[::3]
     step, trials = planted(*needed, names=names)
-    result = guided(trials, names, fails_alone=lambda part: part <= set(needed))
+    result = guided_search(trials, names, fails_alone=lambda part: part <= set(needed))
     assert (result.pins, result.healthy, result.minimal) == (needed, True, False)
     assert len(step.ran) <= 2 + math.log2(GROUPS) * 2 + 1
 
     _, trials = planted("layers.7", names=names)  # where what is known is wrong
-    result = guided(trials, names, fails_alone=lambda part: part != {"layers.7"})
+    result = guided_search(trials, names, fails_alone=lambda part: part != {"layers.7"})
     assert (result.pins, result.healthy) == (("layers.7",), True)
 
 
 def test_of_few_pins_those_that_are_known_to_be_needed_are_dropped_alone_all_the_same() -> None:
     _, trials = planted("head", "embed")
-    result = guided(trials, ["blocks.1", "head", "embed"], fails_alone=lambda part: True)
+    result = guided_search(trials, ["blocks.1", "head", "embed"], fails_alone=lambda part: True)
     assert (result.pins, result.minimal) == (("embed", "head"), True)
 
 

@@ -36,7 +36,7 @@ LEVELS: Mapping[object, str] = {
     "O2": "; O2 has no equivalent: torch.autocast keeps float32 weights, and needs neither .half() nor master weights",
     "O3": "; O3 has no equivalent: torch.autocast is nearly as fast everywhere, and trains",
 }
-TWINS: Mapping[str, str] = {
+EQUIVALENTS: Mapping[str, str] = {
     "optimizers.FusedAdam": "torch.optim.AdamW (weight_decay=0.0 unless the call sets one), or Adam if "
     "adam_w_mode=False",
     "optimizers.FusedSGD": "torch.optim.SGD",
@@ -50,7 +50,7 @@ TWINS: Mapping[str, str] = {
 }
 """The equivalents in torch."""
 _AUTOCAST = "torch.autocast, torch.amp.GradScaler and a float32 model replace it"
-NO_TWIN: Mapping[str, str] = {
+NO_EQUIVALENT: Mapping[str, str] = {
     "optimizers.FusedLAMB": "torch has no LAMB: keep apex for it alone, or use AdamW",
     "optimizers.FusedNovoGrad": "torch has no NovoGrad: keep apex for it alone, or use AdamW",
     "fp16_utils.FP16_Optimizer": _AUTOCAST,
@@ -78,11 +78,11 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             level = LEVELS.get(constant(argument(call, "opt_level", 3)), "") if isinstance(call, ast.Call) else ""
             message = f"apex.{name} is no longer maintained; torch.amp replaces it{level}"
             yield RuleHit(AMP_CODE, node, message, f"{STEPS[name]} (before and after: docs/apex.md)")
-        elif name in TWINS:
+        elif name in EQUIVALENTS:
             message = f"apex.{name} is not needed: torch has it too"
-            yield RuleHit(CLASS_CODE, node, message, f"use {TWINS[name]}", fix=fixes.get(name))
-        elif name in NO_TWIN:
-            yield RuleHit(CLASS_CODE, node, f"apex.{name} ties the file to apex", NO_TWIN[name], "info")
+            yield RuleHit(CLASS_CODE, node, message, f"use {EQUIVALENTS[name]}", fix=fixes.get(name))
+        elif name in NO_EQUIVALENT:
+            yield RuleHit(CLASS_CODE, node, f"apex.{name} ties the file to apex", NO_EQUIVALENT[name], "info")
 
 
 def _is_optional(document: Document) -> bool:
@@ -104,7 +104,7 @@ def _renamed(document: Document, uses: list[ast.expr], name: str) -> Fix | None:
         return None
     others = [document.source(alias) for alias in line.names if alias.name != name.partition(".")[2]]
     left = replaced(document, line, f"from {line.module} import {', '.join(others)}") if others else None
-    edits = [replaced(document, use, TWINS[name]) for use in uses]
+    edits = [replaced(document, use, EQUIVALENTS[name]) for use in uses]
     return Fix((*edits, left or removed(document, line)), ("torch",))
 
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 
 from ampdbg.escapes import harmless
 from ampdbg.record.run import Record
-from ampdbg.report.view import Look, Page, Typed
+from ampdbg.report.view import CommandContext, Look, Page
 
 FORMATS = tuple(module.name for module in pkgutil.iter_modules(__path__))
 """The values of ``ampdbg report --format``: the modules of this folder, each with a function ``write``."""
 
 
-def written(record: Record, typed: Typed, look: Look, format_: str) -> str:
+def written(record: Record, typed: CommandContext, look: Look, format_: str) -> str:
     """Return the record in one of :data:`FORMATS`."""
     text: str = importlib.import_module(f".{format_}", __name__).write(record, typed, look)
     return text
 
 
-def page_of(record: Record, typed: Typed) -> Page:
+def page_of(record: Record, typed: CommandContext) -> Page:
     """Return the page of a record, by the command that made it.
 
     All text from the user is made harmless; only a command to copy keeps its paths.

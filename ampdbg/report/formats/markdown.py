@@ -38,7 +38,7 @@ MENTIONS = re.compile(r"@(?=\w)|#(?=\d)|(?<=GH-)(?=\d)|:(?=[\w+-]*[a-zA-Z+-][\w+
 LINKS = (("://", ":\\//"), ("www.", "www\\."), ("$", "<span>$</span>"))
 
 
-def write(record: Record, typed: view.Typed, look: view.Look) -> str:
+def write(record: Record, typed: view.CommandContext, look: view.Look) -> str:
     """Return the record's page, and its patch if there is one; the same for any width of the terminal."""
     patch = content(record)
     if patch is None or record.handover is None:

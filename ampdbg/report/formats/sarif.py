@@ -16,7 +16,7 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.findings import CodeLine, Severity
 from ampdbg.record.run import Record
 from ampdbg.report.explanation import explanation
-from ampdbg.report.view import Look, Typed, with_effects
+from ampdbg.report.view import CommandContext, Look, with_effects
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -45,7 +45,7 @@ class Alert:
     module: str = ""
 
 
-def write(record: Record, typed: Typed, look: Look) -> str:
+def write(record: Record, typed: CommandContext, look: Look) -> str:
     """Return the findings of the record without a root; the message of each also has its effects."""
     return to_json(log(list(alerts(record)), typed.folder))
 

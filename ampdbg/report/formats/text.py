@@ -56,7 +56,7 @@ MOST_NOTES_IN_FULL = 2
 """With more notes than this, a story cuts each to one line: it must fit a screen."""
 
 
-def write(record: Record, typed: view.Typed, look: view.Look) -> str:
+def write(record: Record, typed: view.CommandContext, look: view.Look) -> str:
     """Return the record's page: its story, or the whole page if ``verbose``."""
     return draw(page_of(record, typed), look, is_brief=not typed.verbose)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.edits import Edited
-from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.makings import Construction, Constructions
 from ampdbg.probes.models import unwrapped
 from tests.conftest import Golden
 from tests.patch.by_name.test_helper import expanded, folded
@@ -46,15 +46,15 @@ class Wrapper(nn.Module):
         self.module = inner
 
 
-def run(path: Path, text: bytes) -> tuple[Scope, Makings]:
+def run(path: Path, text: bytes) -> tuple[Scope, Constructions]:
     """What a script of this text at a path defines, and what was noted while it ran."""
     scope: Scope = {"__name__": "__main__"}
-    with Makings() as makings:
+    with Constructions() as makings:
         exec(compile(text, path, "exec"), scope)
     return scope, makings
 
 
-def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
+def made(name: str, end: str = "in") -> tuple[nn.Module, Construction]:
     case, path = CASES[name], FIXTURES / f"{name}.{end}.py"
     scope, makings = run(path, expanded(path.read_text(encoding="utf-8")).encode())
     model = unwrapped(case.find(scope))
@@ -63,7 +63,7 @@ def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
     return model, making
 
 
-def edited(text: bytes, making: Making, *pins: str) -> Edited:
+def edited(text: bytes, making: Construction, *pins: str) -> Edited:
     return edit_maker(text, making, pins)
 
 
@@ -91,7 +91,7 @@ def test_the_edited_script_makes_the_same_model_with_its_pins(name: str) -> None
 
 def test_of_two_models_of_a_line_the_one_with_the_pins_is_kept() -> None:
     text = "from torch import nn\nactor, critic = nn.Sequential(nn.Linear(4, 1)), nn.Linear(4, 1)\n"
-    result = edited(text.encode(), Making("train.py", 2, path="critic"), "0")
+    result = edited(text.encode(), Construction("train.py", 2, path="critic"), "0")
     assert result.source.decode().splitlines()[-2:] == [text.splitlines()[-1], "_keep_in_fp32(critic)"]
 
 

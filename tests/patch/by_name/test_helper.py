@@ -13,7 +13,7 @@ from torch import nn
 
 from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.edits import Edited
-from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.makings import Construction, Constructions
 from ampdbg.record.pins import in_words
 from tests.conftest import Golden
 
@@ -68,10 +68,10 @@ def source(name: str, end: str = "in") -> bytes:
     return expanded((FIXTURES / f"{name}.{end}.py").read_text(encoding="utf-8")).encode()
 
 
-def made(case: Case, path: Path) -> tuple[nn.Module, Making]:
+def made(case: Case, path: Path) -> tuple[nn.Module, Construction]:
     """The model that a file makes, and where it does."""
     scope: dict[str, Any] = {"__name__": "fixture"}
-    with Makings() as makings:
+    with Constructions() as makings:
         exec(compile(path.read_bytes(), path, "exec"), scope)
         target = scope[case.target]
         model = target if isinstance(target, nn.Module) else eval("make()", {"__name__": "ampdbg", "make": target})
@@ -180,7 +180,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_edited_is_left_alone_with_a_reason(name: str) -> None:
     text, reason = REFUSED[name]
-    result = edit_maker(text.encode(), Making("net.py", 2), ["a"])
+    result = edit_maker(text.encode(), Construction("net.py", 2), ["a"])
     assert result.source == text.encode()
     (refused,) = result.refused
     assert reason in refused.reason

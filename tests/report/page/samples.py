@@ -15,7 +15,7 @@ from ampdbg.record.findings import Finding, Listing, Source
 from ampdbg.record.pins import FileDiff, Handover, PatchUnit, Pin, PinCost, Proof, ProofStep, Search, Trial
 from ampdbg.record.run import Record, Site
 from ampdbg.report.formats import written
-from ampdbg.report.view import Look, Typed
+from ampdbg.report.view import CommandContext, Look
 from tests.report.records import run, skipped_step
 
 HOSTILE = (
@@ -34,7 +34,9 @@ HOSTILE = (
 
 
 def html(record: Record, folder: str = "/home/me") -> str:
-    return written(record, Typed("config.yaml", ".ampdbg/r.json", folder), Look(80, color=False, unicode=True), "html")
+    return written(
+        record, CommandContext("config.yaml", ".ampdbg/r.json", folder), Look(80, color=False, unicode=True), "html"
+    )
 
 
 def unpacked(page: str, name: str) -> bytes:

@@ -38,7 +38,7 @@ SCRIPTS = ("page.js", "timeline.js", "range_map.js", "sites.js", "modules.js", "
 """The scripts in the order of the page."""
 
 
-def write(record: Record, typed: view.Typed, look: view.Look) -> str:
+def write(record: Record, typed: view.CommandContext, look: view.Look) -> str:
     """Return the record as a page; a large one in less detail."""
     names, page = TextTable(), page_of(record, typed)
     sites, levels = range_map(record, names)
@@ -104,7 +104,7 @@ def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
         yield places[id(finding)], finding, [(places[id(one)], one) for one in effects]
 
 
-def _sections(record: Record, typed: view.Typed, page: view.Page) -> Iterator[view.Section]:
+def _sections(record: Record, typed: view.CommandContext, page: view.Page) -> Iterator[view.Section]:
     """Yield the terminal's sections that the page does not draw itself, with more of the trials."""
     for section in page.sections:
         match section:
@@ -148,7 +148,7 @@ def _patch(record: Record) -> ShownPatch | None:
     return ShownPatch(tuple(cut), harmless(folder), why_not)
 
 
-def _config(record: Record, typed: view.Typed) -> list[str]:
+def _config(record: Record, typed: view.CommandContext) -> list[str]:
     import yaml
 
     plain = json.loads(json.dumps(record.config, default=str))
