@@ -40,7 +40,7 @@ LOST_ENERGY = 0.1
 SAME_RUN = 1e-2
 """A replay ran another computation if its loss differs from the step's own by more than this share."""
 
-TAKEN = 10
+STEPS_BEFORE_COMPARISON = 10
 """After an optimizer has taken this many consecutive steps, ampdbg compares the next step with FP32. That step may hide
 a fault that no loss shows, such as an overflow that a later op erases."""
 

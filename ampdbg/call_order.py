@@ -124,7 +124,7 @@ class CallOrder:
         without a step."""
         self.penalty: Call | None = None
         self.scale_is_known = False
-        self.bare = False
+        self.bare_step_reported = False
 
     def add_optimizer(self) -> None:
         """Add an optimizer; its place is the number of optimizers before it."""
@@ -166,7 +166,7 @@ class CallOrder:
     def code_of_empty_update(self, call: Call) -> str:
         """Return the code of an ``update()`` that no gradient was checked for; "" if a bare step was already
         reported."""
-        if self.bare:
+        if self.bare_step_reported:
             return ""
         waiting = any(self.carries_scale(index) == call.actor for index in range(len(self.gradients)))
         return "misuse-accumulate" if waiting else "misuse-many-updates"
@@ -259,7 +259,7 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
     for index in call.optimizers:
         held = order.gradients[index]
         if held.used or order.carries_scale(index) or (held.unscaled is not None and call.skipped):
-            order.bare = True
+            order.bare_step_reported = True
             yield Hit(BARE_STEP, call)
         elif held.half is not None:
             yield Hit("misuse-no-scaler", held.half)
@@ -278,7 +278,7 @@ def _update(order: CallOrder, call: Call) -> Iterator[Hit]:
     for held in order.gradients:
         if held.scaled is not None and held.scaled.actor == call.actor and held.updated is None:
             held.updated = call
-    order.penalty, order.scale_is_known, order.bare = None, False, False
+    order.penalty, order.scale_is_known, order.bare_step_reported = None, False, False
     yield from ()
 
 

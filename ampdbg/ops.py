@@ -106,7 +106,7 @@ MOVES = (
 FILLS = _names("fill index_fill masked_fill")
 """Ops that write a number from their arguments."""
 
-WRITTEN_OUT = _names("lift_fresh")
+CODE_CONSTANTS = _names("lift_fresh")
 """Ops that return a constant written in the code, in ``x[mask] = -1e9`` too. It is rounded before the op."""
 
 COLLECTIVES = _names("c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor symm_mem")

@@ -92,7 +92,9 @@ def diagnose(record: Record) -> Record:
             elif finding not in [replace(known, root=finding.root) for known in faults]:
                 is_of_loss = family.find is nonfinite_loss and finding.root is None
                 leads = is_of_loss and _is_new_root(finding, faults, record)
-                faults = _with_new_root_first(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
+                faults = (
+                    _with_new_root_first(finding, faults) if leads else [*faults, _with_root(finding, faults, record)]
+                )
     # Information is omitted if there are faults.
     found = tuple(_with_iteration(_with_script_remedy(finding, record), record) for finding in faults or information)
     verdict = _verdict(record, found)
@@ -144,7 +146,7 @@ def _with_new_root_first(finding: Finding, faults: list[Finding]) -> list[Findin
     return [finding, *(replace(known, root=0) if known.code in (*SPOILT, DATA) else known for known in behind)]
 
 
-def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
+def _with_root(finding: Finding, faults: list[Finding], record: Record) -> Finding:
     """Return the finding with the index of its root: the first independent fault of its optimizer, else of any.
 
     An FP16 fault in a later step cannot explain one in an earlier step. The earlier fault is independent, and explains

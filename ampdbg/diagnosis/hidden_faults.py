@@ -53,7 +53,7 @@ class HiddenFault(Evidence):
     """The facts about a replayed step that looks healthy: its loss and gradients are finite, in FP32 too."""
 
     @property
-    def is_one(self) -> bool:
+    def is_fault(self) -> bool:
         """True if a row of the table reports a fault, and not only information."""
         return any(row.severity != "info" for row in holding(HIDDEN, self))
 

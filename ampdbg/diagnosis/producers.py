@@ -10,7 +10,7 @@ from typing import Any
 from ampdbg.agreement import NOISE_LIMIT, agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.remedies import formula_of, pole_of, remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
-from ampdbg.ops import CASTS, DIVISIONS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, WRITTEN_OUT, base_name
+from ampdbg.ops import CASTS, CODE_CONSTANTS, DIVISIONS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, base_name
 from ampdbg.quantities import number
 from ampdbg.record.run import Investigation, Producer, Replay
 
@@ -260,7 +260,7 @@ def named(producer: Producer) -> str:
     known."""
     is_cast = producer.op.startswith("aten._to_copy")
     what = CAST_NAMES.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
-    if base_name(producer.op) in WRITTEN_OUT:
+    if base_name(producer.op) in CODE_CONSTANTS:
         what = "the code"
     return f"{what} in {producer.module}" if producer.module else what
 

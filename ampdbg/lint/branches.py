@@ -45,7 +45,7 @@ class FlowPath(Generic[EventT]):
     ending: BranchEnd = ""
 
 
-def ways(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Values) -> list[FlowPath[EventT]]:
+def flow_paths(statements: Sequence[ast.stmt], events_of: EventsOf[EventT], values: Values) -> list[FlowPath[EventT]]:
     """Return every path through ``statements``, given the known values of conditions.
 
     Args:
@@ -79,10 +79,10 @@ def _through(statement: ast.stmt, events_of: EventsOf[EventT], values: Values) -
         yield from _branches(statement, events_of, values)
     elif isinstance(statement, (ast.With, ast.AsyncWith)):
         entered = tuple(event for item in statement.items for event in events_of(item.context_expr))
-        for way in ways(statement.body, events_of, values):
+        for way in flow_paths(statement.body, events_of, values):
             yield FlowPath(entered + way.events, way.values, way.ending)
     elif isinstance(statement, ast.Try):
-        yield from ways([*statement.body, *statement.orelse, *statement.finalbody], events_of, values)
+        yield from flow_paths([*statement.body, *statement.orelse, *statement.finalbody], events_of, values)
     elif isinstance(statement, (*FUNCTIONS, ast.ClassDef, ast.Match)):
         yield FlowPath((), values)
     else:
@@ -95,7 +95,7 @@ def _branches(statement: ast.If, events_of: EventsOf[EventT], values: Values) ->
         yield FlowPath((), values)
         return
     for is_true, known in outcomes(statement.test, values):
-        for way in ways(statement.body if is_true else statement.orelse, events_of, known):
+        for way in flow_paths(statement.body if is_true else statement.orelse, events_of, known):
             yield FlowPath(asked + way.events, way.values, way.ending)
 
 
@@ -130,9 +130,9 @@ def rounds(
 
     A round that leaves the loop is its last, so the first of a pair never does.
     """
-    for first in ways(body, events_of, lasting(values, changing)):
+    for first in flow_paths(body, events_of, lasting(values, changing)):
         if first.ending not in ("break", "leave"):
-            for second in ways(body, events_of, lasting(first.values, changing)):
+            for second in flow_paths(body, events_of, lasting(first.values, changing)):
                 yield first, second
 
 

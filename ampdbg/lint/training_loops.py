@@ -30,7 +30,7 @@ class LoopCall:
 
     node: ast.Call
     kind: CallKind | None
-    about: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
     scaler: str = ""
     clears: bool = False
 
@@ -60,12 +60,12 @@ class TrainingLoop:
     @cached_property
     def optimizers(self) -> tuple[str, ...]:
         """The optimizers that it steps or unscales."""
-        known = (text for call in self.calls if call.kind in (*STEPS, "unscale") for text in call.about)
+        known = (text for call in self.calls if call.kind in (*STEPS, "unscale") for text in call.optimizers)
         return tuple(dict.fromkeys(known))
 
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
         """Yield misuses on every path with the call to blame; ``of_windows`` is the code of accumulation windows."""
-        named = {text.partition(".")[0] for call in self.calls for text in (*call.about, call.scaler)}
+        named = {text.partition(".")[0] for call in self.calls for text in (*call.optimizers, call.scaler)}
         changing = changed_names(self.node)
         if named & changing:
             return  # one name for several optimizers in turn
@@ -117,9 +117,9 @@ class TrainingLoop:
         found: list[LoopHit] = []
         cleared: set[int] = set()
         for number, call in enumerate(calls):
-            about = tuple(places[text] for text in call.about if text in places)
+            optimizers = tuple(places[text] for text in call.optimizers if text in places)
             if call.kind is None:
-                gone = set(about if call.clears and call.about else places.values())
+                gone = set(optimizers if call.clears and call.optimizers else places.values())
                 cleared |= gone
                 for one in gone:
                     order.clear(one)
@@ -144,7 +144,7 @@ def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int,
     if len(places) < 2:
         return tuple(places.values())
     until = list(itertools.takewhile(lambda call: call.kind != "backward", after))
-    done = (one for call in until if call.kind in (*STEPS, "unscale") for one in call.about if one in places)
+    done = (one for call in until if call.kind in (*STEPS, "unscale") for one in call.optimizers if one in places)
     return tuple(dict.fromkeys(places[text] for text in done))
 
 
@@ -264,7 +264,7 @@ def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST],
         return True
     if node in lists or any(name == made.name for made in facts.document.definitions):
         return False
-    held = {text for call in calls for text in call.about}
+    held = {text for call in calls for text in call.optimizers}
     is_discarded = isinstance(facts.document.parents[node], ast.Expr)  # called for its effect
     holders = {text.rpartition(".")[0] for text in held if is_discarded and "." in text}
     return "grad" in name or ast.unparse(node.func).rpartition(".")[0] in held | holders

@@ -90,7 +90,7 @@ GREATEST = ConstantRole(
 SHORT_OF_ONE = ConstantRole(lambda value: False, "", _is_eps, "max({}, {finfo}.eps)")
 """The distance from 1 of a probability's upper bound."""
 
-CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
+TENSOR_FACTORIES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
 """Functions that create a tensor from a number and take a dtype, each with the position of the number."""
 
 BOUNDS = ((LEAST, 0, "min"), (GREATEST, 1, "max"))
@@ -246,8 +246,13 @@ class _Constants:
     def _made(self, node: cst.CSTNode) -> Replacements:
         """Yield the number from which a call creates a tensor, if the call's dtype may be half."""
         match node:
-            case cst.Call(func=function, args=args) if (name := dotted(function).rpartition(".")[2]) in CREATES:
-                constant, dtype = _argument(args, CREATES[name], "fill_value"), _argument(args, len(args), "dtype")
+            case cst.Call(func=function, args=args) if (
+                name := dotted(function).rpartition(".")[2]
+            ) in TENSOR_FACTORIES:
+                constant, dtype = (
+                    _argument(args, TENSOR_FACTORIES[name], "fill_value"),
+                    _argument(args, len(args), "dtype"),
+                )
                 if constant and dtype and spelled(dtype).endswith(HALF_ENDINGS):
                     yield from self._within(FILLED, constant, dtype, spelled(dtype))
 

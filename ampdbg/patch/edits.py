@@ -49,13 +49,13 @@ class LinePin:
             code on the lines, ``<module>`` for code at module level.
         lines: counted from 1.
         callee: the called expression as the source spells it: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
-        is_lifted: the lines' own casts to half become casts to FP32.
+        casts_to_fp32: the lines' own casts to half become casts to FP32.
     """
 
     function: str
     lines: tuple[int, ...]
     callee: str = ""
-    is_lifted: bool = False
+    casts_to_fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class _Rewriter(cst.CSTTransformer):
     def _mark_line(self, pin: LinePin, number: int, located: Located) -> None:
         callees = frozenset({canonical(pin.callee)} if pin.callee else ())
         names = self.names.on(located.span, Bindings(self.source.module, located.function))
-        new = PinnedLine(number, names, callees, operations=not pin.callee, is_lifted=pin.is_lifted)
+        new = PinnedLine(number, names, callees, operations=not pin.callee, casts_to_fp32=pin.casts_to_fp32)
         old = self.lines.setdefault(id(located.line), new)
-        operations, is_lifted = old.operations or new.operations, old.is_lifted or new.is_lifted
-        merged = replace(old, callees=old.callees | callees, operations=operations, is_lifted=is_lifted)
+        operations, casts_to_fp32 = old.operations or new.operations, old.casts_to_fp32 or new.casts_to_fp32
+        merged = replace(old, callees=old.callees | callees, operations=operations, casts_to_fp32=casts_to_fp32)
         self.lines[id(located.line)] = merged
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802

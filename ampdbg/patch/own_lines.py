@@ -82,7 +82,7 @@ class OwnLines:
             met |= {line for _, line in makers}
         return [lines for lines in found if lines]
 
-    def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
+    def lines_to_wrap(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """Return the lines to wrap for a pin, in order, by file and function."""
         lines: dict[tuple[str, str], set[int]] = {}
         for file, number, function in (*users_lines(pin), *self.close.get(pin.module, ())):

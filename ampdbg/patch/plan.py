@@ -102,7 +102,7 @@ PlacementRule = Callable[[Pin, PlanInputs], Iterator[Placement]]
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
     """Return the files and lines of all functions in which the pins may be edited, including their callers."""
     pins = tuple(pins)
-    found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
+    found = {(file, line) for pin in pins for (file, _), some in lines.lines_to_wrap(pin).items() for line in some}
     makers = {maker[:2] for pin in pins for some in lines.generations_of(pin) for maker in some}
     around = [lines.calls[maker] for maker in makers if maker in lines.calls]
     called = (call for pin in pins for call in lines.calls_of(pin))
@@ -120,7 +120,7 @@ def _own_code(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
     wrong = {line[:2] for line in users_lines(pin)}
-    for (file, function), near in materials.lines.of(pin).items():
+    for (file, function), near in materials.lines.lines_to_wrap(pin).items():
         refused = {one.line for one in materials.edited(file, (LinePin(function, tuple(near)),)).refused}
         # A line only close to the limit may stay unedited.
         lines = tuple(line for line in near if line not in refused or (file, line) in wrong)
@@ -146,7 +146,9 @@ def _at_producers(pin: Pin, materials: PlanInputs, *, before: slice) -> Iterator
     """
     generations = materials.lines.generations_of(pin) if _stands_in_lines(pin, materials) else []
     for file, line, function in itertools.chain(*(generations[before] or generations[-1:])):
-        place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,), is_lifted=True), materials)
+        place = _decided(
+            lines_title(file, [line]), pin, file, LinePin(function, (line,), casts_to_fp32=True), materials
+        )
         if not place.refused:
             yield place
         elif (file, line) in materials.lines.calls:

@@ -181,14 +181,14 @@ class PinnedLine:
     """A pinned line of simple statements, and the parts of it that run in FP32.
 
     ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of the pinned callees.
-    With ``operations``, the line's own operations run in FP32. If it ``is_lifted``, it casts nothing to half.
+    With ``operations``, the line's own operations run in FP32. If it ``casts_to_fp32``, it casts nothing to half.
     """
 
     number: int
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
-    is_lifted: bool = False
+    casts_to_fp32: bool = False
 
     def is_pinned(self, node: cst.CSTNode) -> bool:
         return isinstance(node, cst.Call) and code_of(node.func) in self.callees
@@ -236,10 +236,10 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
         raise EditError("the line holds several statements; put each on its own line first")
     small, names = line.body[0], pinned.names
     _refuse_suspended(small)
-    lifted = cst.ensure_type(small.visit(_Lifting(names)), type(small)) if pinned.is_lifted else small
+    lifted = cst.ensure_type(small.visit(_Lifting(names)), type(small)) if pinned.casts_to_fp32 else small
     if not lifted.deep_equals(small):  # LibCST copies every node that it visits
         casts = value_of(lifted)
-        if casts is not None and not any(map(names.computes, _apart(casts, pinned))):
+        if casts is not None and not any(map(names.computes, _walk_outside_calls(casts, pinned))):
             return [Piece(line.with_changes(body=[lifted]), names, pinned)]
         small = lifted
     if pinned.operations:
@@ -284,7 +284,7 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     """
     calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
-    if not fp32 and not (pinned.operations and any(map(pinned.names.computes, _apart(value, pinned)))):
+    if not fp32 and not (pinned.operations and any(map(pinned.names.computes, _walk_outside_calls(value, pinned)))):
         is_traced = bool(pinned.names.half | pinned.names.full)
         nothing = NOTHING_COMPUTED if is_traced else NOT_TRACED
         raise EditError(nothing if pinned.operations else f"{' and '.join(sorted(pinned.callees))} is not called here")
@@ -308,12 +308,14 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
     if call is None:
         return inner
     assert isinstance(node, cst.BaseExpression)
-    given = [item for arg in call.args for item in _apart(arg.value, pinned)]
+    given = [item for arg in call.args for item in _walk_outside_calls(arg.value, pinned)]
     if pinned.is_pinned(call):
         if any(map(is_product, given)):
             raise EditError("the same expression computes a product; put that on its own line first")
     elif pinned.operations:
-        inner += (arg.value for arg in call.args if any(map(pinned.names.computes, _apart(arg.value, pinned))))
+        inner += (
+            arg.value for arg in call.args if any(map(pinned.names.computes, _walk_outside_calls(arg.value, pinned)))
+        )
     return [*inner, node] if any(_is_fp32(one, pinned) for one in (*inner, node)) else [node]
 
 
@@ -325,12 +327,12 @@ def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     return node.children
 
 
-def _apart(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
+def _walk_outside_calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
     """Yield the node and its descendants, without user or pinned calls and their arguments."""
     if _called(node, pinned) is None:
         yield node
         for child in _parts_called_with(node):
-            yield from _apart(child, pinned)
+            yield from _walk_outside_calls(child, pinned)
 
 
 def _called(node: cst.CSTNode, pinned: PinnedLine) -> cst.Call | None:
@@ -474,7 +476,7 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
 # The casts of a block
 
 
-LOOKED_AT = frozenset("len isinstance hasattr type id repr print".split())
+METADATA_BUILTINS = frozenset("len isinstance hasattr type id repr print".split())
 """Builtins that do not read the values of a tensor argument."""
 
 METADATA_ATTRIBUTES = METADATA - {"dtype"} | CAST_METHODS
@@ -508,7 +510,7 @@ def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         case cst.Attribute(value=base):
             return (base,)
         case cst.Call(func=function, args=args):
-            return () if dotted(function) in LOOKED_AT else (function, *(arg.value for arg in args))
+            return () if dotted(function) in METADATA_BUILTINS else (function, *(arg.value for arg in args))
         case cst.AssignTarget(target=target) | cst.AugAssign(target=target) | cst.CompFor(target=target):
             return [part for part in node.children if part is not target]
         case (

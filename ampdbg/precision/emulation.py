@@ -89,22 +89,22 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield torch, "get_autocast_gpu_dtype", lambda original: lambda: torch.get_autocast_dtype("cuda")
     yield torch, "set_autocast_gpu_dtype", lambda original: lambda dtype: torch.set_autocast_dtype("cuda", dtype)
     yield from ((torch, name, _device_first) for name in _AUTOCAST_STATE)
-    yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
+    yield from ((owner, "cuda", _returns_self) for owner in _MOVABLE)
     yield from ((owner, "to", functools.partial(_any_device, second=_device_on_cpu)) for owner in _MOVABLE)
-    yield torch.Tensor, "pin_memory", _stays
-    yield torch.Tensor, "record_stream", _stays
+    yield torch.Tensor, "pin_memory", _returns_self
+    yield torch.Tensor, "record_stream", _returns_self
     yield torch.Tensor, "type", _tensor_type_named
     yield torch, "set_default_tensor_type", _tensor_type_named
-    yield torch, "Generator", gives(Generator)
+    yield torch, "Generator", returning(Generator)
     yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
     yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
     # Without a GPU, nn.DataParallel calls its module directly.
-    yield sys.modules[torch.nn.DataParallel.__module__], "_get_available_device_type", lambda original: gives(None)
+    yield sys.modules[torch.nn.DataParallel.__module__], "_get_available_device_type", lambda original: returning(None)
     for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
-        yield from ((module, name, gives(value)) for name, value in values.items())
+        yield from ((module, name, returning(value)) for name, value in values.items())
 
 
 def _factories_of_torch() -> list[str]:
@@ -165,7 +165,7 @@ def _also_clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
     return clear_autocast_cache
 
 
-def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
+def _returns_self(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
@@ -198,7 +198,7 @@ def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def gives(value: Any) -> Callable[..., Any]:
+def returning(value: Any) -> Callable[..., Any]:
     """Return a function that returns ``value`` for any arguments."""
     return lambda *args, **kwargs: value
 
@@ -207,9 +207,9 @@ class Stream:
     """Replaces ``torch.cuda.Stream``. All work runs synchronously, so every query reports completion."""
 
     device = torch.device("cpu")
-    synchronize = wait_stream = wait_event = staticmethod(gives(None))
-    query = staticmethod(gives(True))
-    is_capturing = staticmethod(gives(False))
+    synchronize = wait_stream = wait_event = staticmethod(returning(None))
+    query = staticmethod(returning(True))
+    is_capturing = staticmethod(returning(False))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept and ignore the arguments of a CUDA stream: a device and a priority."""
@@ -223,8 +223,8 @@ class Stream:
 class Event:
     """Replaces ``torch.cuda.Event``: records a time on the CPU's clock."""
 
-    synchronize = wait = staticmethod(gives(None))
-    query = staticmethod(gives(True))
+    synchronize = wait = staticmethod(returning(None))
+    query = staticmethod(returning(True))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Accept and ignore the arguments of a CUDA event, such as ``enable_timing``."""
@@ -260,22 +260,22 @@ RUNTIME: Mapping[str, Any] = {
     **{name: getattr(torch, name) for name in TENSOR_TYPES},
     "Event": Event,
     "Stream": Stream,
-    "current_device": gives(0),
+    "current_device": returning(0),
     "current_stream": lambda device=None: Stream(),
     "default_stream": lambda device=None: Stream(),
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
     "initial_seed": functools.partial(torch.initial_seed),
-    "memory_reserved": gives(0),
-    "max_memory_reserved": gives(0),
-    "memory_summary": gives(""),
-    "memory_snapshot": gives(()),
+    "memory_reserved": returning(0),
+    "max_memory_reserved": returning(0),
+    "memory_summary": returning(""),
+    "memory_snapshot": returning(()),
     # Called by `with torch.cuda.device(0)`; -1 means that there is no previous device to restore.
-    "_exchange_device": gives(-1),
-    "_maybe_exchange_device": gives(-1),
-    **{name: gives(None) for name in ("init", "synchronize", "set_device", "set_stream")},
-    **{name: gives(None) for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats")},
-    "reset_max_memory_allocated": gives(None),
+    "_exchange_device": returning(-1),
+    "_maybe_exchange_device": returning(-1),
+    **{name: returning(None) for name in ("init", "synchronize", "set_device", "set_stream")},
+    **{name: returning(None) for name in ("set_per_process_memory_fraction", "reset_peak_memory_stats")},
+    "reset_max_memory_allocated": returning(None),
 }
 """Replacement values for attributes of ``torch.cuda`` on a CPU.
 
@@ -283,5 +283,5 @@ RUNTIME: Mapping[str, Any] = {
 because torch.compile rejects one function under two names that it treats differently.
 """
 
-NVTX: Mapping[str, Any] = {name: gives(None) for name in ("range_push", "range_pop", "mark")}
+NVTX: Mapping[str, Any] = {name: returning(None) for name in ("range_push", "range_pop", "mark")}
 """The same for ``torch.cuda.nvtx``; its ``range`` calls these functions."""

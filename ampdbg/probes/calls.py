@@ -54,7 +54,7 @@ class Calls:
         """The 16-bit dtypes in the losses' graphs; ``compiled`` for a compiled function, which hides its dtypes."""
         self.computed: dict[int, torch.dtype] = {}
         """The dtype in which the graphs compute with each parameter, by the parameter's ``id``."""
-        self.wrote: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self.last_pass_places: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         """Two groups of optimizer places: gradients written by the last pass, and gradients cleared before it."""
         self.graphs = 0
         """The number of loss graphs searched for dtypes."""
@@ -85,7 +85,7 @@ class Calls:
         """Record that the optimizer steps copies of ``weights``, which got gradients in the last backward pass."""
         originals, place = Originals(weights), self._places[id(optimizer)]
         self._originals[place] = originals, GradientMarks(originals)
-        self.wrote = (*self.wrote[0], place), self.wrote[1]
+        self.last_pass_places = (*self.last_pass_places[0], place), self.last_pass_places[1]
 
     def written_for(self, optimizer: torch.optim.Optimizer) -> Stepped:
         """Return the owner of the gradients that passes write: the optimizer, or the originals of its copies."""
@@ -202,7 +202,7 @@ class Calls:
         copied = [place for place, marks, state in originals if marks.now() != state]
         for _, marks, _ in originals:
             marks.renew()
-        self.wrote = (*written, *copied), (*rewritten, *cleared)
+        self.last_pass_places = (*written, *copied), (*rewritten, *cleared)
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
             halves = ()  # a scaler rejects FP16 gradients, so its absence is not a misuse
         self._note(

@@ -170,20 +170,20 @@ class Measures:
             groups = self._groups(optimizer, norm)
             self._known(optimizer)[id(optimizer)] = Gradients(norm, groups=groups, is_early=is_early)
 
-    def left(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
+    def after_backward(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
         """Measure gradients after a backward pass, if the loop itself may withhold the step. ``wrote`` holds the places
         of the optimizers with gradients that the pass wrote. On a GPU this does not sync."""
         written = self._calls.written_for(optimizer)
         norm = gradient_norm(written) if self._calls.place_of(optimizer) in wrote else None
         if norm is not None:
-            self._step_of(optimizer).left.append(norm)
+            self._step_of(optimizer).own_scale_norms.append(norm)
 
     def are_finite(self, optimizer: Optimizer) -> bool:
         """True unless measured gradients of the optimizer are not finite. On a GPU this syncs."""
         known = self._known(optimizer).get(id(optimizer))
         return known is None or is_finite_scalar(known.norm)
 
-    def withheld(self, optimizer: Optimizer, divisor: Scalar) -> None:
+    def after_withheld_step(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """Measure gradients after a scaler withheld the step, if its own check had replaced the measurement."""
         known = self._known(optimizer).get(id(optimizer))
         if known is not None and known.norm is None:
@@ -212,13 +212,13 @@ class Measures:
         ``others``. On a GPU this syncs once."""
         step, known = self._step_of(optimizer), self._known(optimizer).get(id(optimizer), Gradients())
         norms = [] if known.norm is None else [known.norm]
-        values = to_host([*norms, *step.scaled, *others])
+        values = to_host([*norms, *step.backward_losses, *others])
         for known.norm in values[: len(norms)]:
             known.groups = (
                 self._groups(optimizer, known.norm) if known.each is None and known.groups is None else known.groups
             )
-        first, behind = len(norms), len(norms) + len(step.scaled)
-        step.scaled, step.mark = list[Scalar](values[first:behind]), None
+        first, behind = len(norms), len(norms) + len(step.backward_losses)
+        step.backward_losses, step.mark = list[Scalar](values[first:behind]), None
         return values[behind:]
 
     def _groups(self, optimizer: Optimizer, norm: float) -> tuple[GroupOverflow, ...] | None:

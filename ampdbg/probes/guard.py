@@ -20,13 +20,13 @@ class Guard:
         """The watcher's own error as text; once set, the watcher must record nothing more."""
         self.failed: Callable[[], None] = lambda: None
         """Called when the watcher has failed, to remove its other hooks from torch."""
-        self._told = 0
+        self._callback_error = 0
 
     def around(
         self, handler: Callable[..., Any], watcher: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call the watcher's handler, which calls ``original``; if the handler fails, the call ends as without it."""
-        self._told = 0
+        self._callback_error = 0
         returned: list[Any] = []
         raised: Exception | None = None
 
@@ -43,7 +43,7 @@ class Guard:
             try:
                 return handler(watcher, run, *args, **kwargs)
             except Exception as error:
-                if error is raised or id(error) == self._told or _is_of_a_signal(error):
+                if error is raised or id(error) == self._callback_error or _is_of_a_signal(error):
                     raise
                 self._fail(error)
             if raised is not None:
@@ -52,13 +52,13 @@ class Guard:
         finally:
             raised = None  # its traceback refers to this frame: a reference cycle
 
-    def hooked(self, hook: Callable[..., None], *given: Any) -> None:
+    def run_hook(self, hook: Callable[..., None], *given: Any) -> None:
         """Call the watcher's hook of an optimizer step or of the loop's end; the hook's own errors stop the watcher."""
-        self._told = 0
+        self._callback_error = 0
         try:
             hook(*given)
         except Exception as error:
-            if id(error) == self._told or _is_of_a_signal(error):
+            if id(error) == self._callback_error or _is_of_a_signal(error):
                 raise
             self._fail(error)
 
@@ -72,17 +72,17 @@ class Guard:
             self._fail(error)
         return False
 
-    def told(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+    def for_callback(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap a callback of the user, so that its errors reach the loop."""
 
-        def tell(step: Any) -> None:
+        def called(step: Any) -> None:
             try:
                 callback(step)
             except Exception as error:
-                self._told = id(error)
+                self._callback_error = id(error)
                 raise
 
-        return tell
+        return called
 
     def _fail(self, error: Exception) -> None:
         # Keep only text: the error refers to the frames of a step, and so to its tensors.

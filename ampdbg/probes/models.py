@@ -88,7 +88,7 @@ class Models:
         for prefix, root in self._named():
             yield from root.named_buffers(prefix=prefix)
 
-    def together(self) -> nn.Module:
+    def as_one_module(self) -> nn.Module:
         """Return the only model, or a :class:`ModelGroup` with several models under their names."""
         whole = ModelGroup()
         for name, root in self._named():

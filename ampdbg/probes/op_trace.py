@@ -42,8 +42,8 @@ class OpTraits:
 
     ``written``: tensors that the op writes. ``numeric``: arguments that take plain numbers as values, not as sizes or
     dimensions. ``allocates``: the result is uninitialized memory. ``overwrites``: the op does not read what it writes
-    over. ``has_auxiliary_outputs``: only the first output is the result. ``is_number``: no output is a tensor. ``strict``:
-    positions of tensor arguments that take no number.
+    over. ``has_auxiliary_outputs``: only the first output is the result. ``is_number``: no output is a tensor.
+    ``strict``: positions of tensor arguments that take no number.
     """
 
     name: str
@@ -268,7 +268,7 @@ class OpTrace(PlacedOps):
         """Examine the outputs of the last recorded op."""
 
     @cached_property
-    def met(self) -> Mapping[OpKey, tuple[float, bool]]:
+    def largest_by_op(self) -> Mapping[OpKey, tuple[float, bool]]:
         """Each op's largest magnitude, and True if all its outputs were finite. Read this after the trace has ended: it
         is cached, because every trial of a search is compared with the same FP32 trace."""
         met: dict[OpKey, tuple[float, bool]] = {}

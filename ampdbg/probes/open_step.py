@@ -62,14 +62,14 @@ class OpenStep:
         factor: The number by which such a loop has multiplied its loss.
     """
 
-    scaled: list[Scalar] = field(default_factory=list)
+    backward_losses: list[Scalar] = field(default_factory=list)
     mark: Mark | None = None
     losses: dict[str, Scalar] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(default_factory=dict)
     norms: list[Scalar] = field(default_factory=list)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
-    bare: dict[int, dict[str, Any]] = field(default_factory=dict)
+    bare_step_facts: dict[int, dict[str, Any]] = field(default_factory=dict)
     scaler: GradScaler | None = None
     number: int = 0
     optimizer: int | None = None
@@ -80,19 +80,19 @@ class OpenStep:
     running: int = 0
     before_closure: int = 0
     first_closure: list[Scalar] = field(default_factory=list)
-    left: list[Scalar] = field(default_factory=list)
+    own_scale_norms: list[Scalar] = field(default_factory=list)
     factor: float = 1.0
 
     def begin_bare(self, optimizer: int, **facts: Any) -> None:
         """Record that the loop itself calls ``step()`` of the optimizer with this ``id``, maybe with a closure. The
         ``facts`` are fields of the :class:`~ampdbg.call_order.Call`."""
-        self.bare[optimizer] = facts
+        self.bare_step_facts[optimizer] = facts
         self.running = optimizer
-        self.before_closure, self.first_closure = len(self.scaled), []
+        self.before_closure, self.first_closure = len(self.backward_losses), []
 
     def give_up_bare(self, optimizer: int) -> None:
         """Discard a bare step inside which a scaler steps the wrapped optimizer."""
-        self.bare.pop(optimizer, None)
+        self.bare_step_facts.pop(optimizer, None)
         self.gradients.pop(optimizer, None)
         self.running = 0
 
@@ -102,27 +102,27 @@ class OpenStep:
         loss of the last call replaces the first loss."""
         if self.running:
             self.first_closure = self.first_closure or losses
-            del self.scaled[self.before_closure :]
+            del self.backward_losses[self.before_closure :]
             losses = list(map(_first_unless_lost, self.first_closure, losses))
-        self.scaled += losses
+        self.backward_losses += losses
         self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
 
     def has_finite_loss(self) -> bool:
         """True if all losses are finite. On a GPU this syncs."""
-        return all(map(is_finite_scalar, self.scaled))
+        return all(map(is_finite_scalar, self.backward_losses))
 
     def is_known_finite(self) -> bool:
         """True unless a loss on the host is not finite. Losses on a GPU count as finite, so this does not sync."""
-        return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.scaled)
+        return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.backward_losses)
 
     def has_left_finite(self) -> bool:
         """True if every measured gradient norm in ``left`` is finite. On a GPU this syncs."""
-        return all(map(is_finite_scalar, self.left))
+        return all(map(is_finite_scalar, self.own_scale_norms))
 
     def read_losses_aside(self) -> None:
         """Read the losses if the GPU has already computed them, without a wait for later GPU work."""
         if self.mark is not None and self.mark.is_passed:
-            self.scaled, self.mark = list[Scalar](read_aside(self.scaled)), None
+            self.backward_losses, self.mark = list[Scalar](read_aside(self.backward_losses)), None
 
     def loss_scale(self) -> Scalar:
         """Return the current loss scale, without a sync and without the public ``get_scale``."""
@@ -144,7 +144,12 @@ class OpenStep:
 
     def scalars(self) -> list[Scalar]:
         """Return every number that :meth:`to_step` needs, in the order in which it reads them."""
-        return [*(self.losses.values() if self.losses else self.scaled), *self.norms, self.scale, *self.left[-1:]]
+        return [
+            *(self.losses.values() if self.losses else self.backward_losses),
+            *self.norms,
+            self.scale,
+            *self.own_scale_norms[-1:],
+        ]
 
     def to_step(
         self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
@@ -154,10 +159,10 @@ class OpenStep:
         itself."""
         optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
-        loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
+        loss = sum(losses.values() if losses else (next(values) for _ in self.backward_losses), start=0.0)
         squares = [next(values) ** 2 for _ in self.norms]
         norm, scale = (sum(squares) ** 0.5 if squares else None), next(values)
-        own = self._own_scale(norm or 0.0, next(values), is_known=has_own_scale) if self.left else 1.0
+        own = self._own_scale(norm or 0.0, next(values), is_known=has_own_scale) if self.own_scale_norms else 1.0
         return Step(
             step=index,
             loss=loss / own,
@@ -172,7 +177,7 @@ class OpenStep:
             succeeds=self.succeeds,
             optimizer=optimizer,
             others=index - iteration(optimizer),
-            passes=1 if losses else max(1, len(self.scaled)),
+            passes=1 if losses else max(1, len(self.backward_losses)),
         )
 
     def _own_scale(self, norm: float, left: float, *, is_known: bool) -> float:
@@ -239,8 +244,8 @@ class Loop(threading.local):
         for shared, places in sharing.items():
             step = shared or OpenStep()
             if [*self.open.values()].count(step) > len(places):  # some optimizers of this step lack the new losses
-                step = replace(step, scaled=[*step.scaled], gradients={})
-            step.scaled += losses
+                step = replace(step, backward_losses=[*step.backward_losses], gradients={})
+            step.backward_losses += losses
             step.mark = going.mark or step.mark
             step.factor = going.factor
             step.scaler, step.number = going.scaler or step.scaler, going.number or step.number

@@ -18,13 +18,13 @@ from ampdbg.ops import (
     ANGULAR,
     ATEN_MOVES,
     CASTS,
+    CODE_CONSTANTS,
     FILLS,
     POLES,
     POLES_ELSEWHERE,
     SATURATES,
     SCALINGS,
     SOFTMAXES,
-    WRITTEN_OUT,
     base_name,
 )
 from ampdbg.probes.module_calls import ModulePaths
@@ -87,7 +87,7 @@ class ProducerTrace(OpTrace):
         self._given, self._numbers = given, numbers
         self.bad.before(given)
         self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
-        if base_name(traits.name) in WRITTEN_OUT and given[0].dtype is torch.float16:
+        if base_name(traits.name) in CODE_CONSTANTS and given[0].dtype is torch.float16:
             return NOTHING  # the input is already infinite if the code wrote a number beyond half
         return super().before(traits, given, numbers)
 
@@ -156,7 +156,7 @@ class ProducerTrace(OpTrace):
             return False  # a gradient starts with one value that is not a mask
         if name in CASTS:
             return self._casts_a_constant()
-        if name in WRITTEN_OUT:
+        if name in CODE_CONSTANTS:
             return True
         beyond = [number for number in self._numbers if abs(number) >= FLOAT16.overflow_threshold]
         if name in SCALINGS and beyond:
@@ -208,7 +208,7 @@ class BadValues:
         self.divisors: set[int] = set()
         self.in_gradients: set[int] = set()
         self._known = known
-        self._behind: dict[int, frozenset[int]] = {}
+        self._causes: dict[int, frozenset[int]] = {}
         self._given: Sequence[torch.Tensor] = ()
         self._read: Sequence[frozenset[int]] = ()
         self._infinite: Sequence[frozenset[int]] = ()
@@ -223,7 +223,7 @@ class BadValues:
     def before(self, given: Sequence[torch.Tensor]) -> None:
         """Record the inputs of an op before it runs, because the op may overwrite them."""
         self._given, self._read, self._infinite = given, (), ()
-        if self._behind:
+        if self._causes:
             found = [self._still_behind(tensor) for tensor in given]
             self._read = [behind for behind, _ in found]
             self._infinite = [NONE if has_nan else behind for behind, has_nan in found]
@@ -231,20 +231,20 @@ class BadValues:
     def after(self, index: int, name: str, before: Magnitude, made: Sequence[torch.Tensor]) -> None:
         """Record the outputs of the op that gets this ``index``; ``before`` is the magnitude of its inputs."""
         bad = [tensor for tensor in made if not self._known.of(tensor).is_finite]
-        if bad or self._behind:
+        if bad or self._causes:
             self._note_what_becomes_of_infinities(name, made, bad)
             self._follow(index, name, before, made, bad)
         self._given = ()
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
         """Record the tensors that are added to the gradient of a parameter."""
-        for tensor in given if self._behind else ():
+        for tensor in given if self._causes else ():
             self.in_gradients |= self._still_behind(tensor)[0]
 
     def _still_behind(self, tensor: torch.Tensor) -> tuple[frozenset[int], bool]:
         """Return the ops that caused the inf and NaN in a tensor, and True if it holds a NaN. A finite tensor in reused
         memory has no such ops: the trace does not see every tensor."""
-        behind = self._behind.get(storage_of(tensor), NONE)
+        behind = self._causes.get(storage_of(tensor), NONE)
         magnitude = self._known.of(tensor) if behind else None
         if magnitude is None or magnitude.is_finite:
             return NONE, False
@@ -265,14 +265,14 @@ class BadValues:
         self, index: int, name: str, before: Magnitude, made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]
     ) -> None:
         for tensor in made:
-            self._behind.pop(storage_of(tensor), None)
+            self._causes.pop(storage_of(tensor), None)
         behind = frozenset({index}) if before.is_finite else NONE.union(*self._read)
         for tensor in bad:
             makes_nan = self._known.of(tensor).nan > 0 and not before.nan
             if makes_nan:  # NaN computed from a NaN shows nothing more
                 self.poisonous |= behind
             starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
-            self._behind[storage_of(tensor)] = behind | {index} if starts_here else behind
+            self._causes[storage_of(tensor)] = behind | {index} if starts_here else behind
 
     def _is_masked_throughout(self, name: str) -> bool:
         """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""

@@ -172,7 +172,9 @@ class StepLog:
         ``is_skipped`` says that the loop continues."""
         latest = self.steps[-1:]
         scale, scaler, optimizer = (latest[0].scale, latest[0].scaler, latest[0].optimizer) if latest else (1.0, 0, 0)
-        self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped))
+        self.close(
+            OpenStep(backward_losses=[loss], scale=scale, number=scaler, optimizer=optimizer, skipped=is_skipped)
+        )
 
     def finish(self) -> None:
         """Check parameters and buffers once more: a buffer can hold inf or NaN while every loss is finite. Forget

@@ -28,7 +28,7 @@ MOVED = 1 / 32
 LEAST_VALUES = 16
 """Fewer values of a kind of parameter are too few for a verdict."""
 
-KEPT = re.compile(f"{MASTERS.pattern}|kahan|comp|resid|remain|shift|error")
+MASTER_STATE_NAMES = re.compile(f"{MASTERS.pattern}|kahan|comp|resid|remain|shift|error")
 """Names of optimizer state with a float32 master, or with the rounding error of the half values."""
 
 FindNames = Callable[[], Mapping[int, tuple[str, str]]]
@@ -65,7 +65,7 @@ class SampledValues:
         self.driven += (gradient != 0) & gradient.isfinite()
         for key, values in state.items():
             is_master = (values.to(now.dtype) == now).all() if values.dtype is torch.float32 else self.is_kept
-            self.is_kept = self.is_kept | is_master | bool(KEPT.search(key))
+            self.is_kept = self.is_kept | is_master | bool(MASTER_STATE_NAMES.search(key))
 
     @property
     def counted(self) -> torch.Tensor:

@@ -145,7 +145,7 @@ class TrendSamples:
         name = getattr(function, "__name__", "").strip("_")
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if _is_half(tensor) and not (name in VIEWS and tensor._is_view()):
-                self._watcher.guard.hooked(self._note_made, name, tensor)
+                self._watcher.guard.run_hook(self._note_made, name, tensor)
 
     def _note_made(self, name: str, tensor: torch.Tensor) -> None:
         if self._paths is not None and not is_tracing() and peek_interpreter_stack() is None:

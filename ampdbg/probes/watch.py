@@ -72,7 +72,7 @@ class Watch:
         self.models = Models(model)
         self._learns = model is None
         self.optimizers = Optimizers(self.models, optimizers)
-        self.log = StepLog(self.models, None if on_step is None else self.guard.told(on_step))
+        self.log = StepLog(self.models, None if on_step is None else self.guard.for_callback(on_step))
         self.calls = Calls(self.log.closed)
         self.ledger = UpdateLedger(self.models)
         self.contract = DtypeContract(self.models, self.calls.computed)
@@ -122,7 +122,7 @@ class Watch:
         if self._restoring is not None:
             restoring, self._restoring = self._restoring, None
             with restoring:
-                self.guard.hooked(self._finish)
+                self.guard.run_hook(self._finish)
 
     def __enter__(self) -> Watch:
         return self.start()
@@ -157,7 +157,7 @@ class Watch:
     def withholding(self) -> Optimizer | None:
         """The optimizer with non-finite gradients, if the loop scales its loss itself and is to withhold the step. On a
         GPU this syncs where the loop does."""
-        left = self._loop.now.left
+        left = self._loop.now.own_scale_norms
         if not left or is_finite_scalar(left[-1]):
             return None
         return next((one for one in self.optimizers if self.calls.place_of(one) in self.stepping), None)
@@ -301,7 +301,7 @@ class Watch:
         found_inf = in_kernel and any(self._measures.read(stepping, list(flags)))
         withheld = id(optimizer) not in self._loop.fired or found_inf
         if withheld:
-            self._measures.withheld(stepping, divisor)
+            self._measures.after_withheld_step(stepping, divisor)
             self._measures.note_groups(stepping)
             if not step.skipped:
                 self.withheld(stepping) if step.has_finite_loss() else self.lost(stepping)
@@ -362,14 +362,14 @@ class Watch:
         passes = self.ledger.passes  # checked after passes 1, 2, 4, ... until a step
         if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
             self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
-        if passes < FEW_PASSES and not self.calls.wrote[0]:
+        if passes < FEW_PASSES and not self.calls.last_pass_places[0]:
             self._look_for_copies()
-        wrote, cleared = self.calls.wrote
+        wrote, cleared = self.calls.last_pass_places
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         given_up = self._loop.went_backward(losses, wrote, cleared)
         for optimizer in self.optimizers if self._scales_by_hand else ():  # the loop itself may withhold their steps
-            self._measures.left(optimizer, wrote)
+            self._measures.after_backward(optimizer, wrote)
         for step in given_up:
             self._give_up(step)
         self.went_backward(wrote, cleared)
@@ -439,7 +439,7 @@ class Watch:
 
     def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         step = self.begin_step_of(optimizer)
-        if step.stepped and (has_closure or id(optimizer) in step.bare):  # a closure computes its own losses
+        if step.stepped and (has_closure or id(optimizer) in step.bare_step_facts):  # a closure computes its own losses
             self._close()
             step = self.begin_step_of(optimizer)
         rewritten = self.calls.rewritten()
@@ -455,7 +455,7 @@ class Watch:
         self._measures.read(optimizer)
         if step.scaler is not None:
             return
-        if step.bare.keys() <= {id(optimizer)} and not step.is_known_finite():
+        if step.bare_step_facts.keys() <= {id(optimizer)} and not step.is_known_finite():
             self.lost(optimizer)
         elif not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
@@ -469,14 +469,18 @@ class Watch:
         if optimizer in self.optimizers:
             self.contract.after(optimizer)
         step = self._loop.now
-        if optimizer not in self.optimizers or self._loop.is_inside("step") or id(optimizer) not in step.bare:
+        if (
+            optimizer not in self.optimizers
+            or self._loop.is_inside("step")
+            or id(optimizer) not in step.bare_step_facts
+        ):
             return
-        self.calls.by_optimizer("bare step", optimizer, **step.bare[id(optimizer)])
+        self.calls.by_optimizer("bare step", optimizer, **step.bare_step_facts[id(optimizer)])
         step.stepped, step.running = True, 0
         self._measures.take(optimizer, 1.0)
         if not self._measures.are_finite(optimizer):
             self._measures.note_groups(optimizer)
-        if step.scaler is None and step.bare.keys() == set(map(id, self.optimizers)):
+        if step.scaler is None and step.bare_step_facts.keys() == set(map(id, self.optimizers)):
             self._close()
 
     def begin_step_of(self, optimizer: Optimizer) -> OpenStep:
@@ -509,7 +513,7 @@ class Watch:
         """Return what is non-finite after a backward pass if no optimizer has stepped yet, else None. Gradients count
         only if the script's end cuts the step (``is_cut``), and mark it as skipped. On a GPU this syncs."""
         step = self._loop.now
-        if step.stepped or not step.scaled:
+        if step.stepped or not step.backward_losses:
             return None
         if not step.has_finite_loss():
             return "loss"
@@ -531,7 +535,7 @@ class Watch:
             # A loop without a scaler may check its loss or its gradients itself.
             is_sound = step.has_finite_loss() and step.has_left_finite()
             step.skipped |= not (step.stepped or self.has_unseen_steps or is_sound)
-            if step.skipped or (step.bare and step.stepped):
+            if step.skipped or (step.bare_step_facts and step.stepped):
                 self._close()
             self.log.finish()
 
@@ -581,10 +585,10 @@ def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, arg
     if watch is None or watch.is_paused or is_tracing():
         return None
     if watch.is_inside_a_step:
-        watch.guard.hooked(Watch._inside_a_step, watch, optimizer)
+        watch.guard.run_hook(Watch._inside_a_step, watch, optimizer)
     else:
         closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
-        watch.guard.hooked(note, watch, optimizer, bool(closures))
+        watch.guard.run_hook(note, watch, optimizer, bool(closures))
         if closures and note is Watch._before_step:
             follow = partial(_followed, alive, optimizer)
             return tuple(map(follow, args)), {name: follow(value) for name, value in kwargs.items()}
@@ -600,7 +604,7 @@ def _followed(alive: weakref.ref[Watch], optimizer: Optimizer, closure: Any) -> 
     def followed(*args: Any, **kwargs: Any) -> Any:
         result, watch = closure(*args, **kwargs), alive()
         if watch is not None and not watch.is_paused and optimizer in watch.optimizers:
-            watch.guard.hooked(watch.ledger.before, optimizer)
+            watch.guard.run_hook(watch.ledger.before, optimizer)
         return result
 
     return followed

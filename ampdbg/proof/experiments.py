@@ -22,7 +22,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import gradients_far, health_of, judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, in_force, overlaid, prepared_with
+from ampdbg.proof.jobs import Job, JobResult, Patched, StepUse, Trained, Tried, in_force, overlaid, prepared_with
 from ampdbg.proof.processes import Deliver
 from ampdbg.proof.swap import CannotSwapError
 from ampdbg.record.codes import CODES
@@ -44,14 +44,16 @@ Cured = Callable[[Sequence[Tried]], None]
 """Called when a patch cures all failing steps, before the remaining experiments."""
 
 
-def run_in_live_workload(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
+def run_in_live_workload(
+    run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured
+) -> JobResult:
     """Run a job's experiments in an existing run, with the job's patch temporarily in force.
 
     Raises:
         CannotSwapError: the patch cannot be put in force there.
     """
 
-    def seen() -> Seen:
+    def seen() -> JobResult:
         of_disk = replace(job, patched=Patched(moves_constants=job.patched.moves_constants))  # its lines are on disk
         with in_force(job.patched, run, failing):
             return experiments(run, failing, of_disk, observer, cured)
@@ -59,10 +61,10 @@ def run_in_live_workload(run: Run, failing: Sequence[FailingStep], job: Job, obs
     return _without_raising(seen)
 
 
-def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> Seen:
+def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> JobResult:
     """Run a job's experiments in a workload rebuilt from the patched files, and keep the running workload unchanged."""
 
-    def seen() -> Seen:
+    def seen() -> JobResult:
         with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
             return experiments(run, tuple(_moved(failing, run.workload)), job, observer, cured)
 
@@ -72,7 +74,7 @@ def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: 
 def train_alone(job: Job, observer: Observer, deliver: Deliver, folder: Path) -> None:
     """Train with the patched files, in a process that has imported no user code."""
     torch.set_num_threads(job.threads)
-    deliver(_of_patched_files(job, lambda: Seen(trained=trained_with_the_patch(job, observer))))
+    deliver(_of_patched_files(job, lambda: JobResult(trained=trained_with_the_patch(job, observer))))
 
 
 def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) -> None:
@@ -86,9 +88,9 @@ def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) 
     capture = Capture(captured.path, captured.script)
     script = os.path.realpath(capture.start.name)  # for a module, not an existing file
 
-    def seen() -> Seen:
+    def seen() -> JobResult:
         def use(step: RestoredStep | CaptureError) -> None:
-            def seen_there() -> Seen:
+            def seen_there() -> JobResult:
                 if isinstance(step, CaptureError):
                     raise step
                 return experiments(step.run, (step.failing(captured.made),), job, observer)
@@ -105,7 +107,7 @@ def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) 
     deliver(_without_raising(seen))  # the script could not be taken over
 
 
-def _of_patched_files(job: Job, see: Callable[[], Seen]) -> Seen:
+def _of_patched_files(job: Job, see: Callable[[], JobResult]) -> JobResult:
     with overlaid(job.patched.files) as taken:
         seen = _without_raising(see)
         unused = job.patched.files.keys() - {*taken, job.patched.pins_file}
@@ -129,16 +131,16 @@ def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[Faili
         yield replace(step, snapshot=replace(step.snapshot, state=state, beside=(workload.step.of,)))
 
 
-def _without_raising(see: Callable[[], Seen]) -> Seen:
+def _without_raising(see: Callable[[], JobResult]) -> JobResult:
     """Return the results, or a ``failure`` with the error that the user's or the patched code raised."""
     try:
         return see()
     except AmpdbgError as error:
-        return Seen(failure=first_line(error))
+        return JobResult(failure=first_line(error))
     except CannotSwapError:
         raise
     except Exception as error:  # noqa: BLE001 - a patched model may raise anything
-        return Seen(failure=named_error(error))
+        return JobResult(failure=named_error(error))
 
 
 def experiments(
@@ -147,12 +149,12 @@ def experiments(
     job: Job,
     observer: Observer,
     cured: Cured = lambda tried: None,
-) -> Seen:
+) -> JobResult:
     """Try the failing steps, then measure the first one further. The job's patch must be in force."""
     is_patched = job.kind == "patched"
     tried = tuple(_each_tried(run, steps, job))
     if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
-        return Seen(tried=tried)
+        return JobResult(tried=tried)
     cured(tried)
     with weights_of(run.workload.model, steps[0]):
         further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
@@ -162,7 +164,9 @@ def experiments(
             ways = {}
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
-    return Seen(tried=tried, further=further, further_failure=further_failure, eval_failure=eval_failure, uses=uses)
+    return JobResult(
+        tried=tried, further=further, further_failure=further_failure, eval_failure=eval_failure, uses=uses
+    )
 
 
 def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tried]:
@@ -309,14 +313,14 @@ REPLAYED_STEPS = 2
 def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
     """Train with the patch, from a loss scale that suits the failing steps, since skipped steps prove nothing."""
     observer.stage(f"{job.train_steps} steps with the patch")
-    precision, borne = job.config.precision, job.borne
+    precision, survived_scale = job.config.precision, job.survived_scale
     scale = precision.loss_scale
-    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or job.begins_at <= borne:
+    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or job.begins_at <= survived_scale:
         return _trained(job)
-    settled = precision.model_copy(update={"loss_scale": scale.model_copy(update={"init": borne})})
+    settled = precision.model_copy(update={"loss_scale": scale.model_copy(update={"init": survived_scale})})
     changed = job.config.model_copy(update={"precision": settled, "continues_scale": False})
     trained = _trained(replace(job, config=changed))
-    return replace(trained, begun_at=borne)
+    return replace(trained, begun_at=survived_scale)
 
 
 def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:

@@ -61,7 +61,7 @@ class Patched:
     roots: tuple[RootModel, ...] = ()
     pins: tuple[str, ...] = ()
     moves_constants: bool = False
-    standing: Patched | None = None
+    for_live_model: Patched | None = None
 
     @property
     def changes_nothing(self) -> bool:
@@ -105,7 +105,7 @@ class Job:
     train_steps: int = 0
     captured: CapturedStep | None = None
     begins_at: float = 1.0
-    borne: float = 1.0
+    survived_scale: float = 1.0
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -147,7 +147,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Seen:
+class JobResult:
     """The results of a job.
 
     ``failure`` is the reason why it did not run. ``unused`` names patched files that were never imported.
@@ -156,7 +156,7 @@ class Seen:
     """
 
     failure: str = ""
-    anew: str = ""
+    reimport_reason: str = ""
     """The reason why everything was imported again, or ""."""
     unused: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()

@@ -23,7 +23,7 @@ from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
 
 if TYPE_CHECKING:
-    from ampdbg.proof.jobs import Job, Seen
+    from ampdbg.proof.jobs import Job, JobResult
 
 ENDING = 30.0
 """Seconds that a process may take to exit after its last event, since user code may have left threads."""
@@ -44,7 +44,7 @@ Deliver = Callable[[Any], None]
 Task = Callable[..., None]
 """The function that a process calls with its arguments, an observer, a ``Deliver`` and a temporary folder."""
 
-Pending = Callable[[Observer], "Seen"]
+Pending = Callable[[Observer], "JobResult"]
 """Waits for the results of a job. A failure or crash becomes their ``failure``."""
 
 JobStarter = Callable[[Task, "Job"], Pending]
@@ -114,27 +114,27 @@ class FreshProcesses(contextlib.ExitStack):
             self._waiting.append(self._started())
 
     def __call__(self, task: Task, job: Job) -> Pending:
-        from ampdbg.proof.jobs import Seen
+        from ampdbg.proof.jobs import JobResult
 
         try:
             process = self._waiting.pop() if self._waiting else self._started()
             process.begin(task, job)
         except OSError as error:
             why = f"no process can be started: {error}"
-            return lambda observer: Seen(failure=why)
+            return lambda observer: JobResult(failure=why)
         return functools.partial(_seen_by, process)
 
     def _started(self) -> FreshProcess:
         return self.enter_context(fresh_process("output", cwd=self._folder))
 
 
-def _seen_by(process: FreshProcess, observer: Observer) -> Seen:
-    from ampdbg.proof.jobs import Seen
+def _seen_by(process: FreshProcess, observer: Observer) -> JobResult:
+    from ampdbg.proof.jobs import JobResult
 
     process.pass_on(observer)
     failure = _ended(process.child)
-    seen: Seen | None = process.result()
-    return seen or Seen(failure=": ".join(filter(None, (failure, _last_line(process.folder / "output")))))
+    seen: JobResult | None = process.result()
+    return seen or JobResult(failure=": ".join(filter(None, (failure, _last_line(process.folder / "output")))))
 
 
 def _ended(child: subprocess.Popen[str]) -> str:

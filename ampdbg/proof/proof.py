@@ -18,7 +18,7 @@ from ampdbg.proof.experiments import (
     train_alone,
     trained_in_fp32,
 )
-from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.jobs import Job, JobResult, Patched, StepUse, Trained, Tried
 from ampdbg.proof.processes import JobStarter, Pending
 from ampdbg.proof.swap import CannotSwapError
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
@@ -81,13 +81,13 @@ class _Proving:
 
         def train(tried: Sequence[Tried]) -> None:
             begins_at, borne = self.run.scaler().get_scale(), min(one.scale for one in tried)
-            training.append(self.start(train_alone, replace(self.job, begins_at=begins_at, borne=borne)))
+            training.append(self.start(train_alone, replace(self.job, begins_at=begins_at, survived_scale=borne)))
 
         self.observer.stage("the failing step with the patch")
         patched = self.seen(self.job, train if at_once else lambda tried: None)
         if not all(step.passed for step in with_the_patch(patched, self.job.patched)):
             return Proof(False, tuple(with_the_patch(patched, self.job.patched)))
-        dropped = dict[str, Seen]()
+        dropped = dict[str, JobResult]()
         for title, seen in self.dropped(without):
             dropped[title] = seen
             if not (without_a_unit(title, seen).passed or training):  # the next proof omits this part
@@ -109,7 +109,7 @@ class _Proving:
         shown += use_of_a_step({**patched.uses, **reference.uses})
         return Proof(all(step.passed for step in shown), tuple(shown))
 
-    def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, Seen]]:
+    def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, JobResult]]:
         """Yield the results without each part, last part first, so that of two equivalent parts the first is kept. If
         the remaining patch changes nothing, the reference run covers it."""
         for title, rest in reversed([*without.items()]):
@@ -117,19 +117,19 @@ class _Proving:
                 self.observer.stage(f"the failing step without {title}")
                 yield title, self.seen(replace(self.job, kind="dropped", patched=rest))
 
-    def seen(self, job: Job, cured: Cured = lambda tried: None) -> Seen:
+    def seen(self, job: Job, cured: Cured = lambda tried: None) -> JobResult:
         """Return the results of a job in the existing run, or in another if the patch cannot be swapped in."""
         try:
-            standing = replace(job, patched=job.patched.standing or job.patched)
+            standing = replace(job, patched=job.patched.for_live_model or job.patched)
             return run_in_live_workload(self.run, self.failing, standing, self.observer, cured)
         except CannotSwapError as why:
             if job.captured is not None:
                 seen = self.start(see_in_script, job)(self.observer)
             else:
                 seen = run_in_rebuilt_workload(self.failing, job, self.observer, cured)
-            return replace(seen, anew=str(why))
+            return replace(seen, reimport_reason=str(why))
 
-    def training(self, patched: Seen, float32: Trained | None) -> Iterator[ProofStep]:
+    def training(self, patched: JobResult, float32: Trained | None) -> Iterator[ProofStep]:
         """Yield the checks of the training run and its losses, compared with FP32 losses.
 
         Two FP32 runs are compared only where their distance decides the verdict. ``float32`` is a run of all steps.
@@ -160,7 +160,7 @@ def not_run(name: str, why: str) -> ProofStep:
     return ProofStep(name, True, f"not run: {why}", ran=False)
 
 
-def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
+def with_the_patch(seen: JobResult, patched: Patched) -> Iterator[ProofStep]:
     """Yield the checks that the patch takes effect and makes each failing step healthy."""
     what, done = _in_force(patched, seen)
     if seen.failure:
@@ -176,15 +176,15 @@ def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
             yield ProofStep(f"the gradients of step {one.step}", True, _missing(one), warns=True)
 
 
-def _in_force(patched: Patched, seen: Seen) -> tuple[str, str]:
+def _in_force(patched: Patched, seen: JobResult) -> tuple[str, str]:
     """Name the object of the proof, and how it was put in force."""
     if patched.pins_file is not None:
         given = listed(root.what for root in patched.roots) or "the model"
         return "this file", f"imported, and called with {given}: {patched.pins_file.stem}.{call_of_pins(patched.roots)}"
     if patched.pins:
         return "these pins", "in force in the running model"
-    if seen.anew:
-        return "the patched code", f"imported, with the model rebuilt, for {seen.anew}"
+    if seen.reimport_reason:
+        return "the patched code", f"imported, with the model rebuilt, for {seen.reimport_reason}"
     done = "in force in the running model"
     return "the patched code", f"{done}, and imported by a fresh process" if seen.trained else done
 
@@ -203,7 +203,7 @@ def needed_units(proof: Proof) -> set[str]:
     return {step.name.removeprefix(WITHOUT) for step in proof.steps if step.passed and step.name.startswith(WITHOUT)}
 
 
-def without_a_unit(title: str, seen: Seen) -> ProofStep:
+def without_a_unit(title: str, seen: JobResult) -> ProofStep:
     """Return the check that the failing step fails without this part, which is otherwise not needed."""
     name = WITHOUT + title
     if seen.failure:
@@ -214,7 +214,7 @@ def without_a_unit(title: str, seen: Seen) -> ProofStep:
     return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
 
 
-def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> ProofStep:
+def same_in_fp32(patched: JobResult, reference: JobResult, recorded: Sequence[float]) -> ProofStep:
     """Return the check that the model computes the same in FP32; ``recorded`` are the recorded run's FP32 losses.
 
     Another process computed the recorded losses. Their distance from this process's losses is the code's own noise.
@@ -237,7 +237,7 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
     return ProofStep(name, True, f"unchanged: in FP32 {what} is {losses} with and without the patch")
 
 
-def further_batches(seen: Seen) -> ProofStep:
+def further_batches(seen: JobResult) -> ProofStep:
     """Return the check that the patch also holds on later batches."""
     healthy = sum(one.healthy for one in seen.further)
     bad = next((one for one in seen.further if not one.healthy), None)
@@ -247,7 +247,7 @@ def further_batches(seen: Seen) -> ProofStep:
     return ProofStep("further batches", bad is None, f"{healthy} of {len(seen.further)} healthy{why}")
 
 
-def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
+def in_eval_mode(patched: JobResult, reference: JobResult) -> ProofStep:
     """Return the check that the patched model runs in eval mode, where code may take other branches."""
     name = "in eval mode"
     if not patched.eval_failure:

@@ -268,7 +268,7 @@ def _patched(edits: Sequence[FileEdit]) -> Patched:
 
 def _without(rest: PatchWithoutUnit) -> Patched:
     standing = replace(_patched(rest.lines), pins=tuple(name or EVERYTHING for name in rest.names))
-    return replace(_patched(rest.edits), standing=standing)
+    return replace(_patched(rest.edits), for_live_model=standing)
 
 
 def _proof(

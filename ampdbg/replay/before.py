@@ -18,7 +18,7 @@ from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import TENSOR, Kind, SavedContents, held_before_a_step
 
-LOOKED_AT = 2
+EXAMINED_CALLS = 2
 """The number of calls of each module that are examined whole."""
 
 
@@ -61,7 +61,7 @@ class _ModuleHistory:
     @property
     def is_looked_at(self) -> bool:
         """True if the current call is examined whole."""
-        return self.calls <= LOOKED_AT
+        return self.calls <= EXAMINED_CALLS
 
     def begins(self, number: int, module: torch.nn.Module) -> None:
         """Save the state that is needed before a call."""

@@ -15,7 +15,7 @@ import torch
 
 from ampdbg.agreement import AGREEMENT, BEYOND_NOISE, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
 from ampdbg.formats import FLOAT16, FORMATS
-from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
+from ampdbg.ops import CASTS, CODE_CONSTANTS, base_name
 from ampdbg.probes.op_trace import OpKey, OpSeen
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, Sampled, SampleTrace
 from ampdbg.probes.source_lines import source_of
@@ -61,10 +61,12 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     trace = replayed.trace
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
-    met = fp32.trace.met if fp32.trace else {}
-    harmless = {index for index in trace.harmless if met.get(trace.ops[index].key, NEVER_FINITE)[0] > FLOAT16.largest}
-    meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
-    reaching = _reaching_gradients(trace, met) - meant if math.isfinite(replayed.replay.loss) else set()
+    largest_by_op = fp32.trace.largest_by_op if fp32.trace else {}
+    harmless = {
+        index for index in trace.harmless if largest_by_op.get(trace.ops[index].key, NEVER_FINITE)[0] > FLOAT16.largest
+    }
+    meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, largest_by_op)}
+    reaching = _reaching_gradients(trace, largest_by_op) - meant if math.isfinite(replayed.replay.loss) else set()
     producing = {index for index, seen in enumerate(trace.ops) if seen.produces}
     starts = sorted((producing - harmless - meant) | reaching)
     if math.isnan(replayed.replay.loss):
@@ -77,19 +79,19 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     if replayed is fp32 and not starts:
         # The script's own infinities, such as masks, become NaN somewhere: in a softmax over nothing but -inf.
         starts = [at for at, seen in enumerate(trace.ops) if seen.makes_nan or at == trace.given_bad][:1]
-    makers = _Makers(trace.ops, met)
+    makers = _Makers(trace.ops, largest_by_op)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
     for i in starts:
         seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
-        is_no_fault = circumstances.is_constant or not met.get(seen.key, ALWAYS_FINITE)[1]
+        is_no_fault = circumstances.is_constant or not largest_by_op.get(seen.key, ALWAYS_FINITE)[1]
         kind = seen.place.phase, is_no_fault, seen.output.nan > 0
         if kept[kind] >= most:
             continue
         departure = makers.departure(i, replayed.replay.scale)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
-        producer = _producer(seen, met.get(seen.key), circumstances)
+        producer = _producer(seen, largest_by_op.get(seen.key), circumstances)
         producer = replace(producer, reaches_gradients=i in reaching, is_given=i == trace.given_bad)
         kept[kind] += producer not in found
         found[producer] = None
@@ -111,7 +113,7 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
     """True if the code writes an infinity as a constant, in FP32 too."""
-    return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NEVER_FINITE)[1]
+    return base_name(seen.op) in CODE_CONSTANTS and not met.get(seen.key, NEVER_FINITE)[1]
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:

@@ -58,7 +58,7 @@ READ: Mapping[str, Callable[[], Any]] = {
 }
 """Functions that read each part of a random state."""
 
-LOOKED_AT = 17
+SAMPLING_PERIOD = 17
 """This many first calls of a loop are checked for draws, and later one call in this many. Reading the states takes as
 long as the rest of recording a call. The number is prime, because loops call their modules in turn."""
 
@@ -75,7 +75,7 @@ class RandomStates:
 
     @property
     def _is_looked_at(self) -> bool:
-        return self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
+        return self._calls <= SAMPLING_PERIOD or self._calls % SAMPLING_PERIOD == 0
 
     def before_a_call(self) -> RandomState:
         """Return the current state of the generators that calls draw from."""

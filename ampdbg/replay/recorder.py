@@ -141,8 +141,8 @@ class NotedCall:
     reads: set[int] = field(default_factory=set)
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     past: dict[Made, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    beside: list[tuple[torch.Tensor, set[int]]] = field(default_factory=list)
-    gives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    outside_values: list[tuple[torch.Tensor, set[int]]] = field(default_factory=list)
+    results: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     why_not: str = ""
     has_gradients: bool = True
     has_returned: bool = False
@@ -154,7 +154,7 @@ class NotedCall:
         """The called module, or None for a function."""
         return self.function if isinstance(self.function, torch.nn.Module) else None
 
-    def keeps(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
+    def replace_input(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
         """Use ``copied`` as the recorded argument instead of ``tensor``, which is about to be written."""
         self.inputs = [(copied, times_written(copied)) if one is tensor else (one, times) for one, times in self.inputs]
         self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
@@ -169,12 +169,12 @@ class NotedCall:
     @property
     def is_held(self) -> bool:
         """True if a result is still alive, perhaps only as the recorded input of another call."""
-        return any(result() is not None for result in self.gives)
+        return any(result() is not None for result in self.results)
 
     @property
     def is_led_to(self) -> bool:
         """True if a result that requires a gradient is still alive."""
-        return any(held is not None and held.requires_grad for held in (result() for result in self.gives))
+        return any(held is not None and held.requires_grad for held in (result() for result in self.results))
 
     @property
     def data(self) -> Iterator[torch.Tensor]:
@@ -219,7 +219,7 @@ class _Thread:
         """The ``id`` of each tensor counted in ``bytes``."""
         self.random_states = RandomStates()
 
-    def keeps(self, tensor: torch.Tensor) -> None:
+    def count_bytes(self, tensor: torch.Tensor) -> None:
         """Count the bytes of a tensor that a recorded call keeps alive."""
         if not tensor.requires_grad and id(tensor) not in self.counted:
             self.counted.add(id(tensor))
@@ -281,10 +281,10 @@ class Recorder(TorchFunctionMode):
         stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
         stack.enter_context(_applications_replaced(entered))
         for owner, name, do in (
-            (torch.Tensor, "backward", Recorder._rest),
-            (torch.autograd, "backward", Recorder._rest),
+            (torch.Tensor, "backward", Recorder._leave_before_backward),
+            (torch.autograd, "backward", Recorder._leave_before_backward),
             (torch, "compile", Recorder._compile),
-            (torch.amp.autocast_mode.autocast, "__enter__", Recorder._lower),
+            (torch.amp.autocast_mode.autocast, "__enter__", Recorder._on_autocast_entered),
         ):
             stack.enter_context(replaced(owner, name, functools.partial(_first, do, entered)))
         stack.enter_context(hooked_steps(self._before_step, self._behind_step))
@@ -314,11 +314,11 @@ class Recorder(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def _lower(self, region: Any, *_: Any) -> None:
+    def _on_autocast_entered(self, region: Any, *_: Any) -> None:
         """Start to record when an autocast region is entered: casts before the first module call belong to the step."""
         is_step = region._enabled and torch.is_grad_enabled() and not self._now.inside
         if is_step and not (self._guard.failure or self._is_paused() or is_tracing()):
-            self._guard.hooked(self._on)
+            self._guard.run_hook(self._on)
 
     def _off(self) -> None:
         self._now.is_on = False
@@ -331,7 +331,7 @@ class Recorder(TorchFunctionMode):
         for mode in reversed(above):
             _push_mode(mode)
 
-    def _rest(self, *_: Any) -> None:
+    def _leave_before_backward(self, *_: Any) -> None:
         """Pop the mode before a backward pass, because torch would push it again after the pass."""
         now = self._now
         if now.is_on and not now.inside:
@@ -368,11 +368,11 @@ class Recorder(TorchFunctionMode):
         if peek_interpreter_stack() is not None:  # a backward pass of torch.func belongs to no single call
             return original(module, *args, **kwargs)
         self._off()
-        self._guard.hooked(self._root_begins, module, args, kwargs)
+        self._guard.run_hook(self._root_begins, module, args, kwargs)
         try:
             return self._run(module, functools.partial(original, module), args, kwargs)
         finally:
-            self._guard.hooked(self._on)
+            self._guard.run_hook(self._on)
 
     def run_application(self, apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Run an ``autograd.Function``, and record it like a torch function if it belongs to the script."""
@@ -395,11 +395,11 @@ class Recorder(TorchFunctionMode):
         """Run and record a function or a module call, but not the calls inside it."""
         now, begun = self._now, list[_Begun]()
         if len(now.calls) - now.earlier < MOST_CALLS:
-            self._guard.hooked(self._begins, begun, function, args, kwargs)
+            self._guard.run_hook(self._begins, begun, function, args, kwargs)
         with self.looking():
             result = self._alone(run, *args, **kwargs)
         if begun:
-            self._guard.hooked(self._returns, begun[0], args, kwargs, result)
+            self._guard.run_hook(self._returns, begun[0], args, kwargs, result)
         return result
 
     def _begins(self, begun: list[_Begun], function: Callable[..., Any], args: Any, kw: Any) -> None:
@@ -450,7 +450,7 @@ class Recorder(TorchFunctionMode):
         takers = [call for call, times in given if times == times_written(tensor) and not tensor.requires_grad]
         copied = duplicate(tensor.detach()) if takers else tensor
         for call in takers:
-            call.keeps(tensor, copied)
+            call.replace_input(tensor, copied)
         if tensor._base is not None:
             self._copy_before_write(tensor._base)
 
@@ -464,7 +464,7 @@ class Recorder(TorchFunctionMode):
         now, made = self._now, self._now.made
         for path, tensor in results:
             held = weakref.ref(tensor)
-            noted.gives.append(held)
+            noted.results.append(held)
             made[id(tensor)] = held, Made(number, path), tensor.requires_grad, times_written(tensor)
             if (
                 now.trains
@@ -499,8 +499,8 @@ class Recorder(TorchFunctionMode):
             for name, module in call.module.named_modules() if call.module is not None else ():
                 for key in (key for key, value in vars(module).items() if value is tensor):
                     path = KEPT + f"{name}.{key}".lstrip(".")
-                    call.gives.append(weakref.ref(tensor))
-                    self._now.made[id(tensor)] = call.gives[-1], Made(number, path), True, times_written(tensor)
+                    call.results.append(weakref.ref(tensor))
+                    self._now.made[id(tensor)] = call.results[-1], Made(number, path), True, times_written(tensor)
                     return Made(number, path)
         return None
 
@@ -539,11 +539,11 @@ class Recorder(TorchFunctionMode):
         if seam == "scale":
             result = self._alone(original, *args, **kwargs)
             outputs = args[1] if len(args) > 1 else kwargs["outputs"]
-            self._alone(self._guard.hooked, self._scaled, outputs, result)
+            self._alone(self._guard.run_hook, self._scaled, outputs, result)
             return result
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         self._off()
-        self._guard.hooked(self._about_to_step, optimizer, scaler)
+        self._guard.run_hook(self._about_to_step, optimizer, scaler)
         thread = threading.get_ident()
         self._scaling.add(thread)
         try:
@@ -567,7 +567,7 @@ class Recorder(TorchFunctionMode):
         was_on, now.was_on = now.is_on or now.was_on, False
         self._off()
         if is_step:
-            self._guard.hooked(self._add_losses, roots, starts)
+            self._guard.run_hook(self._add_losses, roots, starts)
         try:
             return self._alone(original, roots, starts, *args, **kwargs)
         finally:
@@ -580,7 +580,7 @@ class Recorder(TorchFunctionMode):
         if self._doubtful is not None:
             (number, lead_back), self._doubtful = self._doubtful, None
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
-            lead_back(number in _behind(now.calls, (made.call for made in makers if made is not None)))
+            lead_back(number in _dependencies_of(now.calls, (made.call for made in makers if made is not None)))
         if now.has_stepped or now.is_stepping:  # is_stepping: an optimizer runs its closure again for new weights
             now.losses.clear()
             now.has_stepped = now.has_dropped = False
@@ -596,7 +596,7 @@ class Recorder(TorchFunctionMode):
     def _called_at(self, made: Made | None) -> set[Line | None]:
         """Return the lines of the module calls that a result depends on."""
         calls = self._now.calls
-        behind = _behind(calls, [made.call]) if made is not None else set()
+        behind = _dependencies_of(calls, [made.call]) if made is not None else set()
         return {calls[number].line for number in behind if calls[number].module is not None}
 
     def went_backward(self, wrote: Collection[int], cleared: Collection[int]) -> None:
@@ -609,7 +609,7 @@ class Recorder(TorchFunctionMode):
         for *_, optimizers in last:
             optimizers.update(wrote)
         if now.runs_closure is not None:
-            self._guard.hooked(self._about_to_step, now.runs_closure, None)
+            self._guard.run_hook(self._about_to_step, now.runs_closure, None)
 
     @contextlib.contextmanager
     def without_the_last_pass(self) -> Iterator[None]:
@@ -626,7 +626,7 @@ class Recorder(TorchFunctionMode):
         calls = self._now.calls.items()
         led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
         gone = (made.call for made, *_ in self._now.losses if made is not None)
-        return bool(led) and not led <= _behind(self._now.calls, gone)
+        return bool(led) and not led <= _dependencies_of(self._now.calls, gone)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused() or threading.get_ident() in self._scaling or self._is_inside_a_step():
@@ -635,7 +635,7 @@ class Recorder(TorchFunctionMode):
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         self._now.runs_closure = optimizer if has_closure else None
         if not has_closure:
-            self._guard.hooked(self._about_to_step, optimizer, None)
+            self._guard.run_hook(self._about_to_step, optimizer, None)
         self._now.has_stepped = self._now.is_stepping = True
 
     def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -690,9 +690,9 @@ class Recorder(TorchFunctionMode):
 
         recent = {number: call for number, call in later.items() if not self._is_past(call)}
         led_to = (number for number, call in recent.items() if call.is_led_to)
-        needed = _behind(later, (*led_to, *(made.call for made, *_ in now.losses if made is not None)), leads)
+        needed = _dependencies_of(later, (*led_to, *(made.call for made, *_ in now.losses if made is not None)), leads)
         held = {number for number, call in recent.items() if call.is_held} - needed
-        needed |= self._of_data(held, needed, leads) if is_whole else _behind(later, held, leads)
+        needed |= self._of_data(held, needed, leads) if is_whole else _dependencies_of(later, held, leads)
         for number in later.keys() - needed:
             self._forget(number)
         now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
@@ -724,7 +724,7 @@ class Recorder(TorchFunctionMode):
         if call.module is not None:
             now.modules[id(call.module)] -= 1
             self.before.forget(number, call.module)
-        alive = {id(result) for held in call.gives if (result := held()) is not None}
+        alive = {id(result) for held in call.results if (result := held()) is not None}
         for key in alive & now.made.keys():  # later calls take these results as data
             if now.made[key][1].call == number:
                 del now.made[key]
@@ -741,7 +741,7 @@ class Recorder(TorchFunctionMode):
             return not (read in found or read in known) and leads(call, read)
 
         for number in sorted(held, reverse=True):
-            more = _behind(calls, [number], leads_on) - found
+            more = _dependencies_of(calls, [number], leads_on) - found
             kept = {id(one): one for each in more for one in calls[each].data if id(one) not in counted}
             room -= sum(map(nbytes, kept.values()))
             is_within = room >= 0 and len(found) + len(more) <= MOST_DATA_CALLS
@@ -800,12 +800,12 @@ class Recorder(TorchFunctionMode):
         made = self._maker(loss)
         self._doubtful = None if made is None else (made.call, lead_back)
 
-    def is_in_doubt(self, loss: torch.Tensor) -> bool:
-        """True if the report of :meth:`watch_given_up_loss` is still due for this loss, or for a value that led to it."""
+    def awaits_decision(self, loss: torch.Tensor) -> bool:
+        """True if the report of :meth:`watch_given_up_loss` is still due for this loss, or a value that led to it."""
         made = self._maker(loss)
         if made is None or self._doubtful is None:
             return False
-        return self._doubtful[0] in _behind(self._now.calls, [made.call])
+        return self._doubtful[0] in _dependencies_of(self._now.calls, [made.call])
 
     def lowers_to(self, device: str) -> torch.dtype | None:
         """Return the autocast dtype of the last call under autocast on this device type, or None."""
@@ -995,7 +995,7 @@ class _Calls:
 
     def why_not(self, number: int) -> str:
         """Return why a call cannot be replayed unchanged, or "" if it can."""
-        unknown = _behind(self.calls, [number], lambda call, read: read not in self._whys) - self._whys.keys()
+        unknown = _dependencies_of(self.calls, [number], lambda call, read: read not in self._whys) - self._whys.keys()
         for one in sorted(unknown):
             self._whys[one] = self._why_not(one)
         return self._whys.get(number, NOT_ALL_SEEN)
@@ -1023,7 +1023,7 @@ class _Calls:
         """True if the call's inputs from unrecorded graphs are finite and depend only on trained weights beside the
         model. An example is a temperature. No gradient of the model passes through such inputs."""
         weights = self._written.keys() - {id(one) for one in model.parameters()}
-        return all(leaves <= weights and is_finite(value) for value, leaves in self.calls[number].beside)
+        return all(leaves <= weights and is_finite(value) for value, leaves in self.calls[number].outside_values)
 
     def parts_of(self, losses: Sequence[Made]) -> list[tuple[set[int], tuple[Made, ...]]]:
         """Return the calls that each loss needs, with that loss. If any losses share a call, all form one part, because
@@ -1037,9 +1037,9 @@ class _Calls:
     def leading_to(self, loss: Made) -> set[int]:
         """Return the calls that a loss needs, and the calls that write into their results."""
         self.why_not(loss.call)
-        needed = _behind(self.calls, [loss.call], self._leads)
+        needed = _dependencies_of(self.calls, [loss.call], self._leads)
         while more := {w for n in needed for w in self._changed.get(n, ()) if w < loss.call} - needed:
-            needed |= _behind(self.calls, more, self._leads)
+            needed |= _dependencies_of(self.calls, more, self._leads)
         return needed
 
     def _leads(self, call: NotedCall, read: int) -> bool:
@@ -1071,7 +1071,7 @@ class _Calls:
         )
 
 
-def _behind(
+def _dependencies_of(
     calls: Mapping[int, NotedCall],
     numbers: Iterable[int],
     leads: Callable[[NotedCall, int], bool] = lambda call, read: True,
@@ -1120,19 +1120,19 @@ class _ArgumentRecorder:
             noted.reads |= {made.call, *recorder._now.changed.get(made.call, ())}
             if not tensor.requires_grad:
                 noted.past[made] = tensor, times
-                recorder._now.keeps(tensor)
+                recorder._now.count_bytes(tensor)
             return made
         if tensor.requires_grad and not tensor.is_leaf:  # detached, because it would keep its graph alive
             leaves, tensor = leaves_of_small_graph(tensor), tensor.detach()
             if leaves is None:
                 noted.why_not = NOT_ALL_SEEN
                 return None
-            noted.beside.append((tensor, leaves))
+            noted.outside_values.append((tensor, leaves))
         if is_first or (noted.line, str(len(noted.inputs))) in recorder._copied:
             tensor = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
             times = times_written(tensor)
         noted.inputs.append((tensor, times))
-        recorder._now.keeps(tensor)
+        recorder._now.count_bytes(tensor)
         return tensor
 
 

@@ -44,7 +44,7 @@ class EndedSearch:
         return self.record.pin_names
 
     @property
-    def some(self) -> str:
+    def set_size_text(self) -> str:
         """The number of modules in the set, and of all modules."""
         return f"{len(self.names)} of {counted(self.search.modules, 'module')}"
 
@@ -191,9 +191,12 @@ def _found(ended: EndedSearch) -> str:
     own_lines = f",{some} in {whose} own lines only" * bool(own)
     return view.first(
         (not ended.names, f"{step} fails intermittently and did not fail in any trial, so no module can be blamed."),
-        (not ended.holds, f"{ended.some} in FP32 made the failing step healthy once, but not in a second replay."),
-        (not ended.search.minimal, f"With {ended.some} in FP32, {healthy}."),
-        (True, f"{ended.some} {need} FP32{own_lines}. With {them} pinned, {healthy}."),
+        (
+            not ended.holds,
+            f"{ended.set_size_text} in FP32 made the failing step healthy once, but not in a second replay.",
+        ),
+        (not ended.search.minimal, f"With {ended.set_size_text} in FP32, {healthy}."),
+        (True, f"{ended.set_size_text} {need} FP32{own_lines}. With {them} pinned, {healthy}."),
     )
 
 
@@ -235,7 +238,7 @@ def _not_reproduced(ended: EndedSearch) -> str:
 
 
 def _out_of_trials(ended: EndedSearch) -> str:
-    healthy = f"with {ended.some} in FP32 the failing step is healthy; a smaller set may suffice."
+    healthy = f"with {ended.set_size_text} in FP32 the failing step is healthy; a smaller set may suffice."
     sentence = healthy if ended.record.pins else "ampdbg found no healthy set yet."
     within_limit = f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: {sentence}"
     return sentence[:1].upper() + sentence[1:] if ended.record.interrupted else within_limit

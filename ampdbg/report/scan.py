@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import PurePath
 
-from ampdbg.agreement import AGREEMENT, SAME_RUN, TAKEN, agrees_with_fp32, is_finite
+from ampdbg.agreement import AGREEMENT, SAME_RUN, STEPS_BEFORE_COMPARISON, agrees_with_fp32, is_finite
 from ampdbg.diagnosis.cause import KEPT_SCALE, WEIGHTS_GREW
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNEXPLAINED
@@ -344,7 +344,9 @@ def _compared(record: Record) -> Iterator[str]:
     if not is_compared and record.command == "run" and record.verdict == "healthy" and is_half:
         by_skip = (group for one in record.timelines for group in groupby(one.steps, attrgetter("skipped")))
         rows = (len(list(row)) for skipped, row in by_skip if not skipped)
-        few = f": that takes over {TAKEN} steps in a row without a skip" * (max(rows, default=0) <= TAKEN)
+        few = f": that takes over {STEPS_BEFORE_COMPARISON} steps in a row without a skip" * (
+            max(rows, default=0) <= STEPS_BEFORE_COMPARISON
+        )
         yield f"no step compared with FP32{few}"
 
 

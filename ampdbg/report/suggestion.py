@@ -95,7 +95,7 @@ def _sections(record: Record, handed: Handover) -> tuple[view.Section, ...]:
         instead = f"FP32 for {names} cures it too: --format yaml prints the pins." * bool(names)
         notes = (instead, *handed.notes * (record.search is None))
         return filled(view.Findings(record.findings), *parts, _remedies(notes, _about_notes(record)))
-    notes = (*handed.notes, *_together(record))
+    notes = (*handed.notes, *_last_advice(record))
     return filled(pins.pin_table(record), *parts, view.Paragraph(lines(_cost(record, handed))), _remedies(notes))
 
 
@@ -109,7 +109,7 @@ def _story(record: Record, handed: Handover) -> tuple[view.Section, ...]:
         view.Paragraph((*edits, *more(len(units) - MOST_IN_BRIEF)), _of_edits(handed)),
         view.Paragraph(lines(*_refused(record, handed)[:MOST_IN_BRIEF]), REFUSED),
         view.Paragraph(pins.proof_in_brief(proof) if proof else (), "The proof"),
-        _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF], _about_notes(record)),
+        _remedies((*handed.notes, *_last_advice(record))[:MOST_IN_BRIEF], _about_notes(record)),
     )
 
 
@@ -132,7 +132,7 @@ def _cost(record: Record, handed: Handover) -> str:
     return pins.cost_sentence(cost, low)
 
 
-def _together(record: Record) -> tuple[str, ...]:
+def _last_advice(record: Record) -> tuple[str, ...]:
     """Return the remaining advice if neither pins of modules nor edits of the lines outside of them suffice."""
     root = next(iter(record.findings), None)
     place = place_of(root.source) if root is not None else ""

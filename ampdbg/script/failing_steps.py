@@ -3,7 +3,7 @@
 The first of several consecutive steps with a non-finite loss is investigated. If only the gradients are not finite,
 the loss scale may still be settling. Such a step is investigated if no scaler withholds it, or only fractions are left
 below its scale. It is also investigated if it has NaN but no inf, or if an earlier step survived its scale. So are the
-``SKIPS_IN_A_ROW``-th in a row, and the step in which the script ends. Replays take about ``SHARE`` of the run's time.
+``SKIPS_IN_A_ROW``-th in a row, and the step in which the script ends. Replays take ``REPLAY_SHARE`` of the run's time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import get_args
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.agreement import TAKEN, is_finite
+from ampdbg.agreement import STEPS_BEFORE_COMPARISON, is_finite
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.hidden_faults import hidden_fault
 from ampdbg.diagnosis.producers import survivor
@@ -48,8 +48,8 @@ from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import hooks_half_weights, is_in_group, with_rank
 from ampdbg.script.signals import held_signals
 
-SHARE, REPLAY_SECONDS = 0.1, 5.0
-"""While a loss scale may be settling, replays take at most ``REPLAY_SECONDS`` seconds and this share of the run's time."""
+REPLAY_SHARE, REPLAY_SECONDS = 0.1, 5.0
+"""While a loss scale may be settling, replays take at most this share of the run's time and ``REPLAY_SECONDS``."""
 
 COMPARISON = 30.0
 """Replays of one healthy step of each optimizer may take this many seconds, however short the run is."""
@@ -137,7 +137,11 @@ class Policy:
     def compares(self, optimizer: int) -> bool:
         """True if a healthy-looking step should be compared with FP32. One step per optimizer is, after several updates
         in a row, unless a lost loss was investigated."""
-        is_due = self._taken[optimizer] >= TAKEN and optimizer not in self._compared and not self._tries.get("loss")
+        is_due = (
+            self._taken[optimizer] >= STEPS_BEFORE_COMPARISON
+            and optimizer not in self._compared
+            and not self._tries.get("loss")
+        )
         return is_due and self.is_open("end")
 
     @property
@@ -168,7 +172,7 @@ class Policy:
         return REPLAYS * (time.monotonic() - self._began - self.waited) / max(1, self._steps)
 
     def _is_in_time(self) -> bool:
-        return self.waited + self._expected <= REPLAY_SECONDS + SHARE * (time.monotonic() - self._began)
+        return self.waited + self._expected <= REPLAY_SECONDS + REPLAY_SHARE * (time.monotonic() - self._began)
 
     def ended(self) -> None:
         """Record the end of a step. The first step is not timed, because its duration is not typical."""
@@ -265,7 +269,7 @@ class FailingSteps:
                     self._fails("gradients", withholding, may_settle=self._own_scale > 1.0)
             return
         loss = self.recorder.lost_loss
-        if loss is None or self._watcher.is_paused or self.recorder.is_in_doubt(loss):
+        if loss is None or self._watcher.is_paused or self.recorder.awaits_decision(loss):
             return
         self._count_given_up()
         self._learn()
@@ -314,7 +318,7 @@ class FailingSteps:
         """Investigate a step while the script waits. If that shows nothing, add a note with the reason."""
         if self._investigates:
             self._observer.replay(number, REPLAY_ANNOUNCEMENT)
-        made, why_not = self._look(number, why, loss)
+        made, why_not = self._replay_step(number, why, loss)
         if why_not and self._investigates:
             self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
         return made
@@ -331,7 +335,7 @@ class FailingSteps:
         factor = self._watcher.open_step.factor
         return factor if is_loss_scale(factor) or self._watcher.log.has_own_scale else 1.0
 
-    def _look(
+    def _replay_step(
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
     ) -> tuple[Investigation | None, str]:
         """Replay and capture a step. Return the investigation, or the reason why there is none."""
@@ -340,12 +344,12 @@ class FailingSteps:
             try:
                 live, why_not = self._live(number, why, loss, is_cut=is_cut)
                 if live is not None:
-                    made, why_not = self._tried(live)
+                    made, why_not = self._investigated(live)
             except Exception as error:  # noqa: BLE001 - such as out of memory: the script continues
                 why_not = named_error(error)
         return made, why_not
 
-    def _tried(self, live: LiveStep) -> tuple[Investigation | None, str]:
+    def _investigated(self, live: LiveStep) -> tuple[Investigation | None, str]:
         """Capture and replay a step. Return the investigation, or the reason why it shows nothing."""
         is_free = self._investigates and not hooks_half_weights(live.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
@@ -381,7 +385,7 @@ class FailingSteps:
     ) -> tuple[LiveStep | None, str]:
         """Return the step in replayable form, or the reason why it is not. ``is_cut``: the script ended within it."""
         self._watcher.optimizers.adopt(self.recorder.trained)
-        model, optimizers = self._watcher.models.together(), tuple(self._watcher.optimizers)
+        model, optimizers = self._watcher.models.as_one_module(), tuple(self._watcher.optimizers)
         device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
         half = self._half(model, device)
         why_not = self._why_not_now(model, half)
@@ -503,7 +507,7 @@ class FailingSteps:
             return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
         if not made.reference.grad_norm:
             return NO_GRADIENTS
-        if fault.is_one and self.captures.are_wanted:
+        if fault.is_fault and self.captures.are_wanted:
             self._capture(live)
         self.found[:] = kept([*self.found, made])
         return ""
@@ -536,7 +540,7 @@ class FailingSteps:
         # If the user interrupts this wait, the script keeps its own ending.
         with contextlib.suppress(KeyboardInterrupt):
             loss = self.recorder.lost_loss
-            if loss is None or not self.recorder.is_in_doubt(loss):
+            if loss is None or not self.recorder.awaits_decision(loss):
                 self._count_given_up()
             if not self.recorder.is_under_way:
                 self._ended_behind_a_pass(is_cut=bool(ending.code))
@@ -553,7 +557,7 @@ class FailingSteps:
         how = f"the script raised {named_error(ending.error)}" if ending.error else f"{EXITED} {ending.code}"
         if self._investigates:
             self._observer.ended_in(step)
-        made, why_not = self._look(step, "loss", loss, is_cut=loss is None)
+        made, why_not = self._replay_step(step, "loss", loss, is_cut=loss is None)
         if made is not None or self._watcher.log.batch or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
             self._watcher.log.end_without_backward(loss_of_step, is_skipped=not ending.code)

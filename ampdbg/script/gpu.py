@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from ampdbg.errors import ScriptError
-from ampdbg.precision.emulation import Stream, cuda_on_cpu, gives
+from ampdbg.precision.emulation import Stream, cuda_on_cpu, returning
 from ampdbg.script.launch import CAPABILITY, processes_here
 from ampdbg.script.ranks import groups_without_gpus
 
@@ -127,7 +127,7 @@ def emulated_gpu(count: int = 1) -> Iterator[None]:
         for owner, answers in ((torch.cuda, answers_of_cuda), (torch.accelerator, ANSWERS_OF_ACCELERATOR)):
             for name, answer in {**answers, **counted}.items():
                 if hasattr(owner, name):
-                    stack.enter_context(patch.object(owner, name, gives(answer)))
+                    stack.enter_context(patch.object(owner, name, returning(answer)))
         stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or CUDA))
         stack.enter_context(_stream_of_the_compiler())
         for name in ("get_rng_state_all", "set_rng_state_all"):
@@ -145,7 +145,7 @@ def _stream_of_the_compiler() -> Iterator[None]:
     if real is None:
         yield
         return
-    answering = gives(ANSWERS_OF_ACCELERATOR["current_stream"])
+    answering = returning(ANSWERS_OF_ACCELERATOR["current_stream"])
 
     def put(function: Any) -> None:
         for module in (own, sys.modules.get("torch._dynamo.utils")):

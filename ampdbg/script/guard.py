@@ -38,9 +38,11 @@ REDIRECTED = {
 """Functions redirected to the copy of their first path argument, by access mode. "" reads the mode from the call."""
 WAYS, NEW = ("mode", "flags", "shared"), os.O_CREAT | os.O_EXCL
 REMOVING_EVENTS, OF_TWO = ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree"), ("os.rename", "os.link")
-SETS = "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.removexattr os.chflags sqlite3.connect"
-CHANGES = (*REMOVING_EVENTS, *SETS.split())
-FEW = 300
+MODIFYING_EVENTS = (
+    "open os.link os.truncate os.chmod os.chown os.utime os.setxattr os.removexattr os.chflags sqlite3.connect"
+)
+CHANGES = (*REMOVING_EVENTS, *MODIFYING_EVENTS.split())
+NAMES_PER_LENGTH = 300
 """Temporary names become one letter longer each time this many have been made."""
 CREATING_EVENTS = ("open", "os.mkdir", "os.symlink", *OF_TWO)
 """Audit events. The first argument is a path, the last one the descriptor of the folder to which it is relative."""
@@ -79,7 +81,7 @@ class FileGuard:
     def _marked(self, name: Function) -> Function:
         """Wrap the generator of temporary names: the mark and two letters, or more letters after many names."""
         made = count()
-        return lambda own: self._mark + name(own)[: 2 + next(made) // FEW]
+        return lambda own: self._mark + name(own)[: 2 + next(made) // NAMES_PER_LENGTH]
 
     def remove_new(self) -> None:
         """Remove new files of this process below the working folder, and new folders that are then empty."""

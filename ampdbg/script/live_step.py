@@ -69,7 +69,7 @@ class LiveStep:
     @property
     def loss(self) -> float:
         """The loss without the script's own scale factor; NaN without a loss."""
-        losses = self.watcher.open_step.scaled
+        losses = self.watcher.open_step.backward_losses
         return sum(map(float, losses)) / self.recorded.own_scale if losses else math.nan
 
     @property

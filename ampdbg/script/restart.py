@@ -45,7 +45,7 @@ from ampdbg.script.guard import FileGuard
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.ranks import alone
 
-AGAIN = 5
+UNCHANGED_REPLAYS = 5
 """The number of replays that measure how often a step fails."""
 
 MOST_STEPS, LONGEST = 50, 60.0
@@ -90,7 +90,7 @@ class RestoredStep:
     def _beside_the_run(self, made: Investigation) -> Iterator[str]:
         """Yield notes on how the replays differ from the captured step."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
-        if made.tries == AGAIN:
+        if made.tries == UNCHANGED_REPLAYS:
             yield f"step {made.step} fails in {made.reproduced} of {made.tries} unchanged replays"
         if head.why == "end" and not is_same_run(made):
             losses = f"was {number(head.loss)} when captured, and is {number(made.low.loss)} here"
@@ -235,7 +235,7 @@ class _StepFinder:
         """Compare the current step with the captured one, as far as that one goes."""
         self.watcher.learn()
         self.watcher.optimizers.adopt(self.recorder.trained)
-        model, optimizers = self.watcher.models.together(), tuple(self.watcher.optimizers)
+        model, optimizers = self.watcher.models.as_one_module(), tuple(self.watcher.optimizers)
         device, head = _device_type(model), self._capture.head
         if head.reach == "whole":
             stepping, scale = self.watcher.stepping, float(self.watcher.open_step.loss_scale())
@@ -321,9 +321,9 @@ def _of_capture(capture: Capture) -> Record:
 
 
 def how_often(taken: RestoredStep, made: Investigation) -> Investigation:
-    """Add to the investigation of a failing step how many of ``AGAIN`` unchanged replays fail."""
+    """Add to the investigation of a failing step how many of ``UNCHANGED_REPLAYS`` unchanged replays fail."""
     if made.why == "end":
         return made
     manner = Manner(taken.run.mode.format.name, taken.capture.head.scale, is_lifted=False)
-    replays = [replay_step(taken.run, taken.snapshot, manner).replay for _ in range(AGAIN)]
-    return replace(made, reproduced=sum(fails(one, made.why) for one in replays), tries=AGAIN)
+    replays = [replay_step(taken.run, taken.snapshot, manner).replay for _ in range(UNCHANGED_REPLAYS)]
+    return replace(made, reproduced=sum(fails(one, made.why) for one in replays), tries=UNCHANGED_REPLAYS)

@@ -252,7 +252,7 @@ MOST_ATOM_RUNS = 100_000
 """A trial runs every atom, so dropping each of k pins alone costs k·n atom runs for n atoms. This many take about a
 minute on two cores. Beyond that, pins are dropped in groups, and the search time stays linear in n."""
 
-GROUPS = 10
+MOST_GROUPS = 10
 """The number of such groups. If every drop fails, each group costs a trial that shows only that it is needed."""
 
 
@@ -288,7 +288,7 @@ def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms
         return list(parts)
     failing = [part for part in parts if fails_alone(part)]
     others = [part for part in parts if part not in set(failing)]
-    size = max(1, -(-len(others) // GROUPS))
+    size = max(1, -(-len(others) // MOST_GROUPS))
     neighbours = (others[start : start + size] for start in range(0, len(others), size))
     return [NOTHING.union(*group) for group in (failing, *neighbours) if group]
 
@@ -330,7 +330,7 @@ def _most(works: Callable[[int], bool], limit: int) -> int:
     return good
 
 
-def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
+def needed_units(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
     """Return the units that are needed in addition to ``base``. With all units, ``base`` must be healthy.
 
     Find the end of the shortest healthy prefix of the units, keep its last unit, and continue before it. Each
@@ -404,7 +404,7 @@ def delta_debug(trials: Trials) -> Result:
     if start is None:
         return Result((), healthy=False, minimal=False)
     trials.test((), "nothing")
-    return prove_minimal(trials, smallest(trials, NOTHING, trials.units(trials.closed(start))))
+    return prove_minimal(trials, needed_units(trials, NOTHING, trials.units(trials.closed(start))))
 
 
 Proposal = Callable[[Sequence[str]], Sequence[str]]
@@ -484,5 +484,5 @@ def _narrowed(trials: Trials, parts: Sequence[Atoms], wide: set[Atoms]) -> list[
     for part in (part for part in parts if part in wide):
         narrow.remove(part)
         others = NOTHING.union(*narrow)
-        narrow += smallest(trials, others, trials.units(part - others))
+        narrow += needed_units(trials, others, trials.units(part - others))
     return narrow

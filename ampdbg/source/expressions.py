@@ -307,7 +307,7 @@ class Bindings:
     @cached_property
     def maybe_plain_values(self) -> frozenset[str]:
         """Names that may hold a number: ``total = 0``, ``scale=1.0``, a loop index."""
-        return self._may_hold(is_number)
+        return self._may_hold(is_plain_value)
 
     @cached_property
     def maybe_none(self) -> frozenset[str]:
@@ -336,15 +336,15 @@ def _is_none(value: cst.BaseExpression) -> bool:
     return isinstance(value, cst.Name) and value.value == "None"
 
 
-def is_number(value: cst.BaseExpression) -> bool:
+def is_plain_value(value: cst.BaseExpression) -> bool:
     """True for ``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic on such values."""
     match value:
         case cst.Integer() | cst.Float() | cst.BaseString():
             return True
         case cst.UnaryOperation(expression=inner) | cst.Subscript(value=inner):
-            return is_number(inner)
+            return is_plain_value(inner)
         case cst.BinaryOperation():
-            return is_number(value.left) and is_number(value.right)
+            return is_plain_value(value.left) and is_plain_value(value.right)
         case cst.Attribute():
             return value.attr.value in METADATA
         case cst.Call(func=cst.Name() as function):

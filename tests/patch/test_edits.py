@@ -281,7 +281,7 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: st
 
 def test_a_line_without_a_cast_to_lift_that_computes_nothing_is_refused_too() -> None:
     source = b"import torch\n\ndef f(self, x):\n    return self.g(x)\n"
-    edited = edit_source(source, [LinePin("f", (4,), is_lifted=True)], seen_anywhere(("x",)))
+    edited = edit_source(source, [LinePin("f", (4,), casts_to_fp32=True)], seen_anywhere(("x",)))
     assert [one.reason for one in edited.refused] == ["it only calls modules or functions; pin what it calls"]
 
 

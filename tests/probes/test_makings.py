@@ -119,7 +119,7 @@ def test_of_several_models_it_is_the_one_of_the_pins() -> None:
         line = here(1)
         models = Models()
         models.adopt([first, second])
-        whole = models.together()
+        whole = models.as_one_module()
     names = [name for name, _ in whole.named_children()]
     assert makings.of(whole, [f"{names[1]}.body.0"]) == Construction(__file__, line, path=names[1])
     assert makings.of(whole, [f"{names[0]}.head", f"{names[1]}.head"]) is None

@@ -22,7 +22,7 @@ def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
     wrapped = nn.DataParallel(model)
     models = learnt(wrapped.parameters())
     assert [name for name, _ in models.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert models.together() is model
+    assert models.as_one_module() is model
     assert unwrapped(wrapped) is model
 
 

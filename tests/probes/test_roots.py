@@ -33,7 +33,7 @@ def made() -> nn.Module:
 def together(*models: nn.Module) -> nn.Module:
     found = Models()
     found.adopt(models)
-    return found.together()
+    return found.as_one_module()
 
 
 def test_the_name_of_an_only_model_is_its_own() -> None:

@@ -46,11 +46,11 @@ def run(hits: list[list[GroupOverflow]], total: int) -> Record:
 
 def losses_of_closure(runs: list[float], device: str = "cpu") -> list[Any]:
     """Those of a step in which 1.0 went backward before its optimizer ran the closure so often."""
-    step = OpenStep(scaled=[1.0])
+    step = OpenStep(backward_losses=[1.0])
     step.begin_bare(1)
     for loss in runs:
         step.add_losses([scalar_of(torch.tensor(loss, device=device))])
-    return step.scaled
+    return step.backward_losses
 
 
 def test_of_the_losses_of_a_closure_the_first_counts_unless_the_last_is_lost() -> None:
@@ -219,4 +219,6 @@ def test_a_factor_of_the_loss_is_a_loss_scale_where_the_loop_divides_by_it_again
 def _open(factor: float, left: float, norms: list[float], *, skipped: bool) -> OpenStep:
     """A step of a loss of 3, which the loop has multiplied by the factor."""
     gradients = {number: Gradients(norm) for number, norm in enumerate(norms)}
-    return OpenStep(scaled=[3.0 * factor], gradients=gradients, left=[left], factor=factor, skipped=skipped)
+    return OpenStep(
+        backward_losses=[3.0 * factor], gradients=gradients, own_scale_norms=[left], factor=factor, skipped=skipped
+    )

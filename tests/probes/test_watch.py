@@ -1112,7 +1112,7 @@ def test_what_a_handler_of_the_loops_own_raises_within_the_watcher_goes_to_the_l
         with pytest.raises(TimeoutError, match="too long"):
             guard.around(handler, None, lambda number: number, 1)
         with pytest.raises(TimeoutError, match="too long"):
-            guard.hooked(lambda: signal.raise_signal(signal.SIGUSR1))
+            guard.run_hook(lambda: signal.raise_signal(signal.SIGUSR1))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert guard.failure == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.proof.jobs import Job, Patched, Seen
+from ampdbg.proof.jobs import Job, JobResult, Patched
 from ampdbg.proof.processes import FreshProcesses, Pending, Task
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
@@ -124,8 +124,8 @@ def step_of(proof: Proof, name: str) -> ProofStep:
 def begun_here(self: FreshProcesses, task: Task, job: Job) -> Pending:
     """In the place of what starts a process for a task, which takes seconds: it is done in this one."""
 
-    def pending(observer: Observer) -> Seen:
-        seen: list[Seen] = []
+    def pending(observer: Observer) -> JobResult:
+        seen: list[JobResult] = []
         with imports_apart():
             task(job, observer, seen.append, job.config.folder)
         return seen[0]

@@ -175,7 +175,7 @@ def trained(case: Case, folder: Path) -> Trained:
     (folder / "config.yaml").write_text(RUN)
     config = load_config(folder / "config.yaml", [f"precision.loss_scale.init={case.scale}", "train.device=cpu"])
     job = Job("patched", config, Patched(), (ScaleRange(4.0),), is_silent=False, train_steps=60)
-    return trained_with_the_patch(replace(job, begins_at=case.scale, borne=case.scale), UNOBSERVED)
+    return trained_with_the_patch(replace(job, begins_at=case.scale, survived_scale=case.scale), UNOBSERVED)
 
 
 @pytest.mark.parametrize("name", slow_but_for(["a large loss needs a scale below 1"], CASES))

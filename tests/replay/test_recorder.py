@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.seams import attached
 from ampdbg.replay import recorder as recorders
-from ampdbg.replay.before import LOOKED_AT as CALLS_LOOKED_AT
-from ampdbg.replay.random_state import LOOKED_AT, RandomState
+from ampdbg.replay.before import EXAMINED_CALLS as CALLS_LOOKED_AT
+from ampdbg.replay.random_state import SAMPLING_PERIOD, RandomState
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState, rewound
 from ampdbg.replay.step import RecordedStep
@@ -1049,14 +1049,14 @@ def test_a_step_draws_again_what_it_drew_from_every_generator_and_its_model_is_a
     assert list(trained(model, 6, lambda number: model(x(number)).mean() + random.random())) == [*range(6)]
 
 
-@pytest.mark.parametrize("draws_from", [0, 3 * LOOKED_AT, 5 * LOOKED_AT], ids=["ever", "late", "never"])
+@pytest.mark.parametrize("draws_from", [0, 3 * SAMPLING_PERIOD, 5 * SAMPLING_PERIOD], ids=["ever", "late", "never"])
 def test_a_model_that_draws_late_draws_again_what_it_drew(draws_from: int) -> None:
     model = Drawing(nn.Linear(6, 3))
-    plain, steps = model.body, 5 * LOOKED_AT
+    plain, steps = model.body, 5 * SAMPLING_PERIOD
     random.seed(0)
     alike = list(trained(model, steps, lambda number: (model if number >= draws_from else plain)(x(number)).mean()))
     assert alike[-1] == steps - 1
-    assert len(alike) >= steps - LOOKED_AT  # it is looked at now and then whether a model draws
+    assert len(alike) >= steps - SAMPLING_PERIOD  # it is looked at now and then whether a model draws
 
 
 def test_a_user_s_mode_sees_nothing_of_the_copies() -> None:
