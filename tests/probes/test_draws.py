@@ -184,9 +184,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_attention_matches_torch_with_float32_scores_and_keeps_its_dtype(
-    options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_attention_matches_torch_with_scores_in_float32(options: dict[str, Any], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = 2 if "enable_gqa" in options else 4
     shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8))

@@ -347,9 +347,7 @@ def test_rotary_frequencies_of_few_positions_may_be_rounded() -> None:
 
 
 @pytest.mark.parametrize("change", [cast_parameters_alone, made_anew])
-def test_rotary_frequencies_that_stay_in_float32_or_are_recomputed_are_healthy(
-    change: Callable[[nn.Module], None],
-) -> None:
+def test_rotary_frequencies_kept_or_recomputed_in_float32_are_healthy(change: Callable[[nn.Module], None]) -> None:
     assert of_contract(trained_behind(change, Rotary())) == []
 
 
