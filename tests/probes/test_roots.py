@@ -70,7 +70,7 @@ def test_instances_of_one_class_are_told_apart_by_their_creation_line() -> None:
     assert second == RootModel("Net_", "Net_", f"the model of class Net that line {line} of {FILE} makes")
 
 
-def test_instances_of_one_class_made_on_the_same_line_are_said_to_be_ambiguous() -> None:
+def test_instances_of_one_class_made_on_one_line_are_reported_as_ambiguous() -> None:
     with Makings() as makings:
         both = together(*[made() for _ in range(2)])
     unknown = "one of the 2 models of class Net that the script makes; which of them is not known"
