@@ -733,7 +733,7 @@ def test_a_nonfinite_loss_whose_step_the_loop_leaves_out_is_a_skipped_step(is_la
 
 
 def test_a_nonfinite_first_pass_whose_gradients_the_loop_always_clears_is_not_a_step() -> None:
-    """Sharpness-aware minimization moves the weights by the gradients of a first pass and steps on those of a second."""
+    """Sharpness-aware minimization moves the weights by the gradients of one pass and steps on those of another."""
     model, optimizer = small_loop()
     with watch(model, optimizer) as watcher:
         for step in range(4):
