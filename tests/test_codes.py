@@ -108,7 +108,7 @@ CALLED_OVERFLOW = re.compile(
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_an_explanation_has_all_sections_and_known_codes_and_calls_no_nan_an_overflow(code: str) -> None:
+def test_an_explanation_has_all_sections_known_codes_and_no_nan_called_overflow(code: str) -> None:
     entry, text = explanation(code), FILES[code].read_text(encoding="utf-8")
     title, headings = entry.title, re.findall(r"^##? .*", text, re.MULTILINE)
     assert headings == [f"# {title}", *(f"## {heading}" for heading in SECTIONS.values())]

@@ -27,7 +27,7 @@ def test_the_scale_ceiling_of_zero_nonfinite_values_and_values_at_the_threshold(
 
 
 @given(st.lists(st.integers(-60, 0), min_size=1, max_size=200))
-def test_the_scale_floor_is_the_first_power_of_two_that_keeps_99_percent_of_the_energy(exponents: list[int]) -> None:
+def test_the_scale_floor_is_the_first_power_of_two_that_keeps_99_percent_of_energy(exponents: list[int]) -> None:
     # A value in the middle of its bin is never a tie.
     values = torch.tensor([1.5 * 2.0**exponent for exponent in exponents], dtype=torch.float64)
     counts = tuple(exponents.count(exponent) for exponent in range(-60, 1))

@@ -109,10 +109,8 @@ def test_a_pipe_is_read_to_its_end_and_refused_without_a_writer(tmp_path: Path) 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a pipe that is stdout has such a path on Linux")
-def test_stdout_is_written_to_if_it_is_a_pipe(tmp_path: Path) -> None:
-    (tmp_path / "stdout").symlink_to(
-        "/proc/self/fd/1"
-    )  # as /dev/stdout does; not /dev/stdout itself, which root can replace
+def test_a_piped_stdout_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout is; root could replace /dev/stdout itself
     write = "from pathlib import Path; from ampdbg.files import replace_file; replace_file(Path('stdout'), b'x')"
     done = subprocess.run([sys.executable, "-c", write], check=False, capture_output=True, cwd=tmp_path)
     assert (done.stdout, done.stderr) == (b"x", b"")

@@ -12,7 +12,7 @@ TYPE_NAME = re.compile(r"(?:[A-Z][a-z]+)+")
 
 MOST_PARAMETERS = 8
 MOST_DECISIONS = 0.255
-"""Decisions for each line of code. A change that raises the share adds a case; a row of a table adds none."""
+"""Decisions for each line of code. A new case raises the share; a row of a table or a mechanism does not."""
 
 
 def public_names(tree: ast.Module) -> set[str]:

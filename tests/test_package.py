@@ -57,7 +57,7 @@ def installed(dist: Path, tmp_path: Path) -> Path:
     return programs
 
 
-def test_the_distributions_pass_twine_and_the_wheel_runs_init_and_scan_without_a_checkout(
+def test_the_distributions_pass_twine_and_the_wheel_runs_without_a_checkout(
     dist: Path, installed: Path, tmp_path: Path
 ) -> None:
     checked = run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())

@@ -18,9 +18,7 @@ def test_the_readiness_table_has_every_family_and_level_and_no_unexpected_result
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_large_gemma_3_residual_stream_fails_in_fp16_and_trains_with_the_suggested_pins(
-    level: str, tmp_path: Path
-) -> None:
+def test_a_large_gemma_3_stream_fails_in_fp16_and_trains_with_the_suggested_pins(level: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = tmp_path / "config.yaml"
     script = (Path(__file__).parents[1] / "scripts" / "readiness.py").as_posix()

@@ -138,7 +138,7 @@ def test_old_torch_or_cuda_without_a_gpu_does_not_fit(torch: tuple[str, str] | N
         ({"/proc/driver/nvidia"}, None, None, False),  # a container without a device
     ],
 )
-def test_a_gpu_counts_only_if_it_can_be_used(
+def test_only_a_usable_gpu_counts(
     monkeypatch: pytest.MonkeyPatch, devices: set[str], smi: str | None, answer: str | None, gpu: bool
 ) -> None:
     monkeypatch.setattr("os.path.exists", devices.__contains__)

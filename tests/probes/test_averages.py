@@ -203,7 +203,7 @@ def codes(record: Record) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("way", slow_but_for([by_name], WAYS))
-def test_an_average_in_bfloat16_freezes_while_one_that_moves_or_is_in_float32_is_healthy(way: Any) -> None:
+def test_an_average_in_bfloat16_freezes_at_a_high_decay_and_not_in_float32(way: Any) -> None:
     record = trained(lambda net: way(net, HALF, 0.999))
     assert (codes(record), record.verdict) == ([("frozen-average", "error")], "precision")
     assert record.updates is not None
@@ -264,7 +264,7 @@ def test_copies_that_are_overwritten_whole_are_not_averages() -> None:
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_an_average_that_replaces_the_weight_is_not_reported_and_one_beside_it_is(is_own: bool) -> None:
+def test_an_average_that_replaces_the_weight_is_not_reported_and_a_separate_one_is(is_own: bool) -> None:
     def into_weights(net: nn.Module) -> Keep:
         """As a script that trains on the average, or keeps the average and trains on a copy."""
         slow = [weight.detach().clone() for weight in net.parameters()]
@@ -386,7 +386,7 @@ def masters_averaged(decay_at: Callable[[int], float], parts: Callable[[nn.Param
     return diagnose(watched.record())
 
 
-def test_averages_beside_masters_have_the_names_of_the_weights_and_no_edit_is_suggested() -> None:
+def test_averages_beside_masters_have_the_names_of_the_weights_and_suggest_no_edit() -> None:
     record = masters_averaged(lambda step: 0.9993, lambda weight: True)
     assert codes(record) == [("frozen-average", "error")]
     assert record.updates is not None

@@ -213,8 +213,8 @@ def test_gradients_are_read_only_where_they_seem_to_accumulate(
 
 
 def scheduler_misuses(make: Callable[[torch.optim.Optimizer], Any], *told: Any, every: int = 1) -> int:
-    """How often a scheduler is blamed that is called with ``told`` after each of ``every`` steps. The scaler skips
-    the first three steps. The loop makes the scheduler while it is watched, as a script does."""
+    """How often a scheduler is blamed that steps with ``told`` once in ``every`` steps. The scaler skips the first
+    three steps. The loop makes the scheduler while it is watched, as a script does."""
     models, [optimizer, _] = two_models()
     scaler = GradScaler("cpu", init_scale=1024.0)
     with watch(models, optimizer) as seen:

@@ -238,7 +238,7 @@ def asked_of_accelerate(net: nn.Module, precision: str) -> None:
         (torch.float32, "no", []),
     ],
 )
-def test_half_weights_are_reported_with_and_without_mixed_precision(
+def test_half_weights_are_a_warning_under_mixed_precision_and_an_info_without(
     stored: torch.dtype, precision: str, found: list[tuple[str, str]]
 ) -> None:
     net = Net().to(stored)
@@ -254,7 +254,7 @@ def test_half_weights_are_reported_with_and_without_mixed_precision(
         )
 
 
-def test_half_weights_with_masters_or_a_custom_step_are_not_reported_under_mixed_precision() -> None:
+def test_half_weights_with_masters_or_a_custom_step_are_accepted_in_mixed_precision() -> None:
     class Kahan(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -329,7 +329,7 @@ def trained_behind(change: Callable[[nn.Module], object], net: nn.Module, each: 
     return diagnose(watched.record())
 
 
-def test_rotary_frequencies_cast_with_the_model_are_reported_with_the_error_of_the_angles() -> None:
+def test_rotary_frequencies_cast_with_the_model_are_reported_with_the_angle_error() -> None:
     record = trained_behind(cast, Rotary())
     assert of_contract(record) == [("rounded-buffer", "warning")]
     found = record.findings[[code for code, _ in codes(record)].index("rounded-buffer")]

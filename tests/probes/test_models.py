@@ -55,7 +55,7 @@ def test_models_are_named_in_the_order_of_their_parameters_in_the_optimizer() ->
         for number in range(4):
             made.append(nn.Linear(2, 2))
             if number == moment:
-                gc.collect()  # Python lists the objects before this after later ones
+                gc.collect()  # from here on Python lists earlier objects after later ones
         models = learnt([made[place].weight for place in (2, 0, 3, 1)])
         names = ("Linear", "Linear_", "Linear__", "Linear___")
         found = dict(models.named_modules())

@@ -130,7 +130,7 @@ def test_a_number_that_is_rounded_when_written_out_is_a_constant(name: str) -> N
         is_constant = of_the_last_producer(lambda model, x: write(x.clamp(max=1.0).half()), PRICES).is_constant
     except RuntimeError as error:
         refused = str(error)
-    if refused:  # torch 2.6 and 2.15 refuse the assignment: the error tells
+    if refused:  # torch 2.6 and 2.15 refuse the assignment with an error
         assert name in ("an index", "a slice")
         assert re.search(r"cannot be converted to type (c10|at)::Half", refused)
     else:

@@ -1,4 +1,4 @@
-"""Tests of PyTorch's scaling-parity workload under a watch: training with and without a GradScaler ends equal.
+"""Tests of PyTorch's scaling-parity workload under a watch: a GradScaler does not change where training ends.
 
 The workload is ``_create_scaling_case`` of ``torch.testing._internal.common_cuda``; the loops follow those of
 PyTorch's ``test_grad_scaling_*``. An inf is planted in one of four steps.

@@ -163,7 +163,7 @@ MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, *MAKERS])
-def test_fourier_transforms_and_complex_numbers_of_half_run_in_float32_with_half_gradients(name: str) -> None:
+def test_fourier_and_complex_ops_of_half_run_in_float32_with_half_gradients(name: str) -> None:
     make = {**TRANSFORMS, **MAKERS}[name]
     x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
     wide = make(x.detach().float())
@@ -234,7 +234,7 @@ def backward_sites(of: Callable[[torch.Tensor], torch.Tensor], *values: float) -
     return {site.op.split(".")[1]: site for site in sites_of(ranges) if site.phase == "backward"}
 
 
-def test_a_backward_value_computed_from_the_forward_pass_alone_has_no_scale_limits() -> None:
+def test_a_backward_value_of_the_forward_pass_alone_has_no_scale_limits() -> None:
     """The gradient of ``abs`` is multiplied by a sign, which is 1 at any loss scale."""
     made = backward_sites(torch.abs, 3.0, -2.0)
     sign = made.pop("sgn")
@@ -243,7 +243,7 @@ def test_a_backward_value_computed_from_the_forward_pass_alone_has_no_scale_limi
     assert all(site.scale_ceiling and site.scale_floor for site in made.values())
 
 
-def test_a_backward_value_computed_from_the_forward_pass_may_overflow_at_any_loss_scale() -> None:
+def test_a_backward_value_of_the_forward_pass_may_overflow_at_any_loss_scale() -> None:
     """The gradient of ``rsqrt`` has its third power."""
     made = backward_sites(torch.rsqrt, 1e-4)
     assert (made["pow"].scale_ceiling, made["pow"].overflow) == (None, "starts")

@@ -95,7 +95,7 @@ def test_healthy_steps_are_not_counted_as_left_out() -> None:
     assert log.notes == ()
 
 
-def test_a_watched_loop_that_never_recovers_notes_the_steps_it_leaves_out() -> None:
+def test_a_watched_loop_that_never_recovers_notes_the_steps_left_out() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
     scaler = GradScaler("cpu")

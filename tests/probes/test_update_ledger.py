@@ -293,9 +293,7 @@ def test_ten_later_steps_lose_within_ten_points_of_the_share_lost_in_200_steps(a
 
 
 @pytest.mark.parametrize("momentum", slow_but_for([0.9], [0.0, 0.9]))
-def test_gains_that_oscillate_under_sgd_lose_the_same_share_in_sampled_steps_as_in_all(
-    momentum: float, always: None
-) -> None:
+def test_gains_that_oscillate_lose_the_same_share_in_sampled_steps_as_in_all(momentum: float, always: None) -> None:
     make = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
     record, _ = trained(make=lambda net: make(net.parameters()))
     assert record.updates is not None
@@ -382,7 +380,7 @@ def test_updates_go_too_far_if_float16_flushes_the_second_moment_to_zero(gradien
 
 
 @pytest.mark.slow
-def test_a_second_moment_stuck_in_bfloat16_is_reported_at_twenty_times_that_of_float32(always: None) -> None:
+def test_a_second_moment_stuck_in_bfloat16_is_reported_with_its_factor_of_twenty(always: None) -> None:
     gradients = [1.0] * 50 + [0.01] * 3000
 
     def second(beta: float, dtype: torch.dtype) -> tuple[Record, float]:
@@ -747,7 +745,7 @@ def test_values_that_may_rest_or_are_kept_in_float32_are_not_reported_as_frozen(
     assert (codes(record), judged(record)) == ([], 0)
 
 
-def test_skipped_steps_report_no_frozen_values() -> None:
+def test_a_loop_without_optimizer_steps_reports_no_frozen_values() -> None:
     net = Net().to(HALF)
     optimizer = OwnStep(net.parameters())
     with watch(net, optimizer) as watched:
@@ -757,7 +755,7 @@ def test_skipped_steps_report_no_frozen_values() -> None:
     assert codes(diagnose(watched.record())) == []
 
 
-def test_the_verdict_of_a_healthy_run_mentions_half_parameters_that_were_not_compared() -> None:
+def test_the_page_of_a_healthy_run_mentions_half_parameters_not_compared() -> None:
     said = "; what 5 half parameters lose of their updates was not compared with FP32."
     record, _ = trained(steps=20, make=own())
     assert (f"Healthy: none of 20 steps skipped{said}" in page_of(record), record.verdict) == (True, "healthy")
@@ -765,7 +763,7 @@ def test_the_verdict_of_a_healthy_run_mentions_half_parameters_that_were_not_com
     assert said not in page_of(trained(torch.float32, steps=20, make=own())[0])
 
 
-def test_lost_shares_name_the_judged_parameters_and_omit_the_loss_forecast_if_some_are_not_judged() -> None:
+def test_lost_shares_omit_the_loss_forecast_if_some_parameters_are_not_judged() -> None:
     def ended(is_slow: bool) -> Record:
         net = Net().to(HALF)
         optimizer = adamw(net)

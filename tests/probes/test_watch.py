@@ -436,7 +436,7 @@ class ByItsScaler(Around):
 @pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("bare", [(), (1, 2, 3), (3,)])
-def test_a_step_that_calls_the_scaler_counts_once_and_one_that_bypasses_the_scaler_is_bare(
+def test_a_scaler_step_inside_a_step_counts_once_and_a_step_past_the_scaler_is_bare(
     bare: tuple[int, ...], clips: bool, follows: str
 ) -> None:
     model, inner, scaler = scaled_loop()
@@ -546,7 +546,7 @@ def test_the_loss_of_a_bare_step_is_the_sum_over_its_micro_batches() -> None:
     assert watcher.steps[0].loss == pytest.approx(small_model()(torch.ones(2, 3)).square().mean().item())
 
 
-def test_a_step_without_gradients_that_only_creates_state_is_not_recorded() -> None:
+def test_an_optimizer_step_without_gradients_is_not_recorded() -> None:
     with Watch(None, ()) as watcher:
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
