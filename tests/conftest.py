@@ -1,4 +1,4 @@
-"""What the tests share: golden files, refreshed by ``pytest --update-golden``, and the program in this process."""
+"""Shared by all tests: golden files, refreshed by ``pytest --update-golden``, and the program in this process."""
 
 import functools
 import gc
@@ -15,14 +15,14 @@ from hypothesis import Phase, settings
 
 from tests.commands.program import Here
 
-# The first example of a test may wait for torch to load a kernel; a deadline would call that flaky.
+# The first example of a test may wait while torch loads a kernel; with a deadline it would count as flaky.
 settings.register_profile("ampdbg", deadline=None)
-# What `make fuzz` asks for; each attack takes its share. One that succeeds is not made smaller: that takes hours.
+# For `make fuzz`: each attack takes its share. A failing example is not shrunk: that takes hours.
 settings.register_profile("fuzz", deadline=None, max_examples=120_000, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ampdbg")
 
-# A shell starts what runs in its background with Ctrl-C ignored, and nohup with SIGHUP, and a process hands that on: a
-# test that interrupts the program would wait for ever.
+# A shell starts background jobs with Ctrl-C ignored, and nohup ignores SIGHUP. Child processes inherit this: a test
+# that interrupts the program would wait forever.
 for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
     number = getattr(signal, name, None)  # Windows has no SIGHUP
     if number is not None and signal.getsignal(number) is signal.SIG_IGN:
@@ -32,25 +32,25 @@ Golden = Callable[[Path, str], None]
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays to the end: a look through it, for garbage or for models, takes a third of a second."""
+    """Freezes imported modules: a search through them, for garbage or for models, takes a third of a second."""
     if "torch" in sys.modules:
-        importlib.import_module("torch._dynamo")  # the first optimizer of torch's would import it
+        importlib.import_module("torch._dynamo")  # else the first optimizer of torch would import it
     apart.update({name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith("tests.")})
     gc.collect()
     gc.freeze()
 
 
 apart: dict[str, ModuleType] = {}
-"""The modules of tests and what they share: a replay restores the globals of every file of the user's."""
+"""The modules of tests, kept out of ``sys.modules``: a replay restores the globals of every file of the user."""
 
 
 ended = itertools.count(1)
-"""Tests: what is there now and then is not looked through from then on."""
+"""Counts tests; objects that exist after every 20th test are frozen."""
 
 
 @functools.cache
 def used_by(module: ModuleType) -> dict[str, ModuleType]:
-    """The modules of tests that a module has something of, itself among them."""
+    """The test modules that ``module`` uses objects of, with ``module`` itself."""
     found, new = {module.__name__: module}, [module]
     while new:
         for value in [*vars(new.pop()).values()]:
@@ -63,7 +63,7 @@ def used_by(module: ModuleType) -> dict[str, ModuleType]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Of the modules of tests those alone are there that the test's own uses."""
+    """Puts only the test modules that the test uses into ``sys.modules``."""
     assert isinstance(item, pytest.Function)
     used = used_by(item.module)
     sys.modules.update(used)
@@ -86,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
-    """``golden(path, text)`` asserts that the file holds the text."""
+    """``golden(path, text)`` asserts that the file contains the text."""
     update = bool(request.config.getoption("--update-golden"))
 
     def check(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Processes for tests that are forked from one that has imported torch, which takes seconds; on Linux alone."""
+"""Forks processes for tests from a process that has imported torch, because the import takes seconds. Linux only."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ampdbg.proof.processes import ENDING, PATHS, end_group
 NUMBER = struct.Struct("q")
 
 Wait = Callable[[], int]
-"""Waits for a process, and returns its exit code, negative for a signal; TimeoutError after ``ENDING``."""
+"""Waits for a process and returns its exit code, negative for a signal; raises TimeoutError after ``ENDING``."""
 
 
-# The side of the tests
+# In the process of the tests
 
 
 @contextlib.contextmanager
 def server(folder: Path, program: str) -> Iterator[Callable[..., AbstractContextManager[tuple[IO[str], Wait]]]]:
-    """Yields what starts a process that is forked from one that works in ``folder`` and runs ``program``."""
+    """Yields a function that forks a process from a server that works in ``folder`` and runs ``program``."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         arguments = [str(theirs.fileno())]
@@ -90,11 +90,11 @@ def _number(status: IO[bytes]) -> int:
     return number
 
 
-# The side that forks
+# In the process that forks
 
 
 def serve() -> None:
-    """Forks a process for each message on the socket of the command line; when that is closed, all of them end."""
+    """Forks a process for each message on the socket of the command line; when the socket closes, ends all of them."""
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
@@ -108,7 +108,7 @@ def _serve(connection: socket.socket) -> None:
             if (pid := os.fork()) == 0:
                 connection.close()
                 _guard(message, *files)
-            groups.append(pid)  # as nobody waits for it, no other process gets its number
+            groups.append(pid)  # until it is waited for, no other process gets its number
             for file in files:
                 os.close(file)
     for pid in groups:
@@ -117,7 +117,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _guard(message: bytes, stages: int, errors: int, status: int, *given: int) -> NoReturn:
-    """Leads a group with the process, and tells how that ends."""
+    """Leads a process group with the worker, and reports the worker's exit code."""
     os.setsid()
     os.write(status, NUMBER.pack(os.getpid()))
     if (worker := os.fork()) == 0:
@@ -135,7 +135,7 @@ def _guard(message: bytes, stages: int, errors: int, status: int, *given: int) -
 
 
 def _work(program: str, arguments: list[str]) -> NoReturn:
-    """Runs a program as ``python -c`` would, and ends without what a fork of another process must not do at exit."""
+    """Runs a program as ``python -c`` does, and skips the exit handlers, which a fork must not run."""
     sys.argv = ["-c", *arguments]
     code: object = 1
     try:
@@ -153,16 +153,16 @@ def _work(program: str, arguments: list[str]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-# The processes that a forked one starts in its turn
+# Processes that a forked process starts
 
 
 def fork_what_is_fresh() -> None:
-    """From here on this process has its fresh ones forked from a copy of itself as it is now."""
+    """From now on this process forks its fresh processes from a copy of its current state."""
     ours, theirs = socket.socketpair()
     if (child := os.fork()) == 0:
-        if os.fork() == 0:  # no child of this process, which may wait for all of its children
+        if os.fork() == 0:  # not a child of this process, which may wait for all of its children
             ours.close()
-            with open(os.devnull, "wb") as nothing:  # else who reads what this process says would wait for this copy
+            with open(os.devnull, "wb") as nothing:  # else a reader of this process's output would wait for this copy
                 os.dup2(nothing.fileno(), 1)
             _serve(theirs)
         os._exit(0)
@@ -174,7 +174,7 @@ def fork_what_is_fresh() -> None:
 
 
 class Forked:
-    """What ``Popen`` would be for a fresh process of a proof."""
+    """Replaces ``Popen`` for a fresh process of a proof."""
 
     def __init__(
         self, server: socket.socket, command: list[str], stderr: IO[bytes] | None, cwd: Path | str = "", **_: object

@@ -1,4 +1,4 @@
-"""The package as its tests of style read it: each module parsed once."""
+"""The package's source for the tests of style: each module is parsed once."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for records: any numbers, infinities and NaN included, any text."""
+"""Hypothesis strategies for records with any numbers, including infinities and NaN, and any text."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -12,7 +12,7 @@ from ampdbg.record.findings import Count, Finding
 from ampdbg.record.pins import Pin, Search, Trial
 from ampdbg.record.run import Costs, GroupOverflow, Record, Replay, Step
 
-# JSON in UTF-8 holds every character but lone surrogates.
+# JSON in UTF-8 can hold every character except lone surrogates.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 counts = st.integers(min_value=0, max_value=2**40)
 plain_data = st.recursive(
@@ -31,11 +31,11 @@ SPECIAL: dict[type, dict[str, st.SearchStrategy[Any]]] = {
 LEFT_OUT = (
     "handover investigations trends script listings left_out scales_gradients config_folder format version".split()
 )
-"""Fields of a record that pages take to be of one real run, and those that name its format."""
+"""Fields of a record that pages assume to be from one real run, and fields that name the format."""
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Whatever a field of that type may hold, in small collections."""
+    """Any value that a field of this type may hold, in small collections."""
     origin, given = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         special = SPECIAL.get(hint, {})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""When a replay agrees with FP32: within a quarter, or within what rounded weights change, where that says anything."""
+"""Tests of when a replay agrees with FP32: within a quarter, or within the change that rounded weights cause."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def replay(distance: float | None, loss: float = 1.0) -> Replay:
         (4.0, 0.98, False),
     ],
 )
-def test_gradients_agree_within_a_quarter_or_four_noise_floors(
+def test_gradients_agree_within_a_quarter_or_four_times_the_noise(
     distance: float, noise: float | None, is_near: bool
 ) -> None:
     floor = None if noise is None else replay(noise)
@@ -31,14 +31,10 @@ def test_gradients_agree_within_a_quarter_or_four_noise_floors(
 @pytest.mark.parametrize(
     ("low", "fp32", "is_near"), [(-2.4e-4, 1.7e-8, True), (6e-4, 1.7e-8, False), (1.06e-2, 1.0e-2, False)]
 )
-def test_a_loss_that_is_almost_zero_agrees_within_the_rounding_of_values_near_one(
-    low: float, fp32: float, is_near: bool
-) -> None:
+def test_losses_near_zero_agree_within_the_rounding_of_values_near_one(low: float, fp32: float, is_near: bool) -> None:
     assert agrees(replay(None, low), replay(None, fp32), None) is is_near
 
 
 @pytest.mark.parametrize(("loss", "is_near"), [(1.01, True), (1.2, False)])
-def test_gradients_that_rounded_weights_lead_beyond_their_norm_are_noise_and_the_loss_decides(
-    loss: float, is_near: bool
-) -> None:
+def test_the_loss_decides_agreement_if_the_gradient_noise_exceeds_the_norm(loss: float, is_near: bool) -> None:
     assert agrees(replay(370.0, loss), replay(None), replay(15.0)) is is_near

@@ -1,4 +1,4 @@
-"""The order of calls as a pure state machine: sequences of calls, and the codes that they have."""
+"""Tests of the order of calls as a pure state machine: sequences of calls, and their codes."""
 
 import pytest
 
@@ -31,7 +31,7 @@ AFTER_STEP = "unscale_() is being called after step()."
 STEPPED = "step() has already been called since the last update()."
 NOTHING = "No inf checks were recorded prior to update."
 
-# What a loop of tests/zoo_misuse shows is not said again here.
+# Sequences of the loops in tests/zoo_misuse are not repeated here.
 RIGHT: dict[str, tuple[Call, ...]] = {
     "an update of another scaler": (FRESH, OTHER_UPDATE, STEP, UPDATE),
     "the scale was asked for": (FRESH, GET_SCALE, CLIP, BARE),
@@ -70,7 +70,7 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "update before the step": ((FRESH, UPDATE, STEP), Hit("misuse-many-updates", UPDATE)),
     "update before unscale": ((FRESH, UPDATE, UNSCALE, STEP), Hit("misuse-many-updates", UPDATE)),
     "scheduler": (
-        (FRESH, SKIP, UPDATE, moved := MOVE._replace(step=1), moved),  # the skipped step has ended by then
+        (FRESH, SKIP, UPDATE, moved := MOVE._replace(step=1), moved),  # the skipped step has already ended
         Hit("misuse-scheduler-on-skip", MOVE),
     ),
     "plain": ((FRESH, STEP, UPDATE, PLAIN, STEP), Hit("misuse-unscaled-loss", PLAIN)),
@@ -110,14 +110,14 @@ def test_a_wrong_order_blames_one_call(name: str) -> None:
     assert hits(calls) == [expected]
 
 
-def test_one_root_is_told_once() -> None:
+def test_one_root_cause_has_one_hit() -> None:
     bare = (FRESH, BARE, refused("update", NOTHING))
     assert [hit.code for hit in hits(bare)] == ["misuse-bare-step"]
     accumulated = (FRESH, UNSCALE, SCALED, refused("unscale", AGAIN))
     assert [hit.code for hit in hits(accumulated)] == ["misuse-accumulate"]
 
 
-def test_only_gradients_that_a_step_was_taken_on_again_are_worth_a_look() -> None:
+def test_only_gradients_that_are_used_for_a_second_step_are_doubtful() -> None:
     order = CallOrder()
     order.add_optimizer()
     order.add_optimizer()
@@ -128,7 +128,7 @@ def test_only_gradients_that_a_step_was_taken_on_again_are_worth_a_look() -> Non
     assert order.doubtful == {0}
 
 
-def test_what_one_optimizer_does_is_not_blamed_on_another() -> None:
+def test_calls_of_one_optimizer_are_not_blamed_on_another() -> None:
     second = Call("bare step", optimizers=(1,))
     assert hits((FRESH, second, STEP, UPDATE)) == []
     assert hits((FRESH, Call("clip", optimizers=(1,)), STEP, UPDATE)) == []

@@ -1,4 +1,4 @@
-"""The codes and their explanations: complete, of one form, true to each other, in the field's words."""
+"""Tests of the codes and their explanations: complete, of one form, true to each other, in the words of the field."""
 
 import ast
 import functools
@@ -14,7 +14,7 @@ from tests.package_source import PACKAGE, trees
 
 FILES = {path.stem: path for path in (PACKAGE / "record" / "explanations").glob("*.md")}
 
-# The codes of the first release. They stand in records and in scripts: none may be renamed or removed.
+# The codes of the first release are in records and in scripts: none may be renamed or removed.
 PUBLIC = """
 forward-overflow silent-overflow buffer-poisoned gradient-overflow gradient-underflow no-usable-scale
 scale-calibration scale-collapse scale-runaway eps-underflow optimizer-underflow mask-constant precision-loss
@@ -25,26 +25,26 @@ misuse-scheduler-on-skip misuse-custom-function misuse-backward-in-autocast misu
 """.split()
 
 SHAPE = re.compile(r"[a-z]+(-[a-z0-9]+)+")
-"""What every code looks like but for the few of one word."""
+"""The shape of every code except the few of one word."""
 
 
-def test_no_public_code_has_gone() -> None:
+def test_no_public_code_was_removed() -> None:
     assert set(PUBLIC) <= CODES.keys()
 
 
-def test_each_code_has_a_file_and_each_file_a_code() -> None:
+def test_each_code_has_an_explanation_file_and_each_file_a_code() -> None:
     assert FILES.keys() == set(CODES)
 
 
 CATALOGUE = "record/codes.py"
 RULES = "lint/rules/"
-"""A rule may read from source code what a diagnosis sees in a run."""
+"""A rule of lint may find in source code the misuse that a diagnosis finds in a run."""
 
 IN_TWO_MODULES = {"mask-constant": "found by an op's numbers, and by the error of torch"}
 
 
 def words(tree: ast.Module) -> set[str]:
-    """The strings that are one word, and the words of tables that are written as one string; no docstrings."""
+    """The strings of one word, and the words of tables that are written as one string, without docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
         id(getattr(node.body[0], "value", None))
@@ -65,7 +65,7 @@ def words_of_modules() -> dict[str, set[str]]:
     return {name: words(tree) for name, tree in trees().items()}
 
 
-def test_a_code_stands_in_the_catalogue_and_in_the_family_that_decides_it() -> None:
+def test_each_code_is_in_the_catalogue_and_in_the_one_family_that_decides_it() -> None:
     for code in CODES:
         modules = [name for name, found in words_of_modules().items() if code in found]
         rules = [name for name in modules if name.startswith(RULES)]
@@ -76,7 +76,7 @@ def test_a_code_stands_in_the_catalogue_and_in_the_family_that_decides_it() -> N
         assert rules or families or code == "hardware", f"nothing decides {code}"
 
 
-def test_every_code_that_a_diagnosis_or_a_probe_names_stands_in_the_catalogue() -> None:
+def test_every_code_that_a_diagnosis_or_a_probe_names_is_in_the_catalogue() -> None:
     def is_like_a_code(word: str) -> bool:
         return word.startswith(tuple(f"{code.partition('-')[0]}-" for code in CODES if code.startswith("misuse-")))
 
@@ -86,13 +86,13 @@ def test_every_code_that_a_diagnosis_or_a_probe_names_stands_in_the_catalogue() 
 @pytest.mark.parametrize(
     "source", ['Finding(code="true-nan")', 'if code in ("true-nan", "x"): pass', 'T = set("true-nan unknown".split())']
 )
-def test_the_scan_sees_a_code_wherever_it_stands(source: str) -> None:
+def test_the_search_for_codes_finds_strings_but_not_docstrings_and_messages(source: str) -> None:
     assert "true-nan" in words(ast.parse(source))
     assert "true-nan" not in words(ast.parse('"""true-nan"""\n' + f"x = 'the code true-nan is {len(source)}'"))
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_a_headline_names_known_facts_and_is_a_sentence(code: Code) -> None:
+def test_a_headline_uses_known_facts_and_is_a_sentence(code: Code) -> None:
     facts = dict.fromkeys(FACTS, "") | {"step": "3", "skips": "none of 6 steps skipped", "verdict": "Healthy"}
     for headline in filter(None, (code.headline, code.information)):
         said = headline.format(**facts)
@@ -108,7 +108,7 @@ CALLED_OVERFLOW = re.compile(
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_an_explanation_has_all_sections_is_true_to_the_codes_and_never_calls_a_nan_an_overflow(code: str) -> None:
+def test_an_explanation_has_all_sections_known_codes_and_no_nan_called_overflow(code: str) -> None:
     entry, text = explanation(code), FILES[code].read_text(encoding="utf-8")
     title, headings = entry.title, re.findall(r"^##? .*", text, re.MULTILINE)
     assert headings == [f"# {title}", *(f"## {heading}" for heading in SECTIONS.values())]
@@ -125,11 +125,11 @@ def test_an_explanation_has_all_sections_is_true_to_the_codes_and_never_calls_a_
 
 
 @pytest.mark.parametrize("wrong", ["a NaN overflow", "it overflows to NaN", "overflow (NaN)", "NaN gradients overflow"])
-def test_that_rule_sees_the_usual_slips(wrong: str) -> None:
+def test_the_pattern_for_a_nan_called_overflow_finds_the_usual_slips(wrong: str) -> None:
     assert CALLED_OVERFLOW.search(wrong)
 
 
-def test_all_explanations_come_in_the_order_of_the_families() -> None:
+def test_explanations_are_in_the_order_of_the_codes_grouped_by_family() -> None:
     assert [entry.code for entry in explanations()] == list(CODES)
     families = [entry.family for entry in explanations()]
     assert families == sorted(families, key=families.index), "the codes of a family stand together"
@@ -149,7 +149,7 @@ def test_all_explanations_come_in_the_order_of_the_families() -> None:
         ("", "all codes: ampdbg explain"),
     ],
 )
-def test_an_unknown_code_is_told_with_those_near_it(given: str, suggested: str) -> None:
+def test_an_unknown_code_is_refused_with_similar_codes(given: str, suggested: str) -> None:
     with pytest.raises(AmpdbgError) as error:
         explanation(given)
     assert str(error.value).startswith(f"{given!r} is not a code; ")

@@ -1,4 +1,4 @@
-"""The documentation is built from the code: every command, every code, every key; every link leads somewhere."""
+"""Tests that the documentation matches the code: every command, code, key and link."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ SCREENS = DOCS / "screens"
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built pages; mkdocs.yml asks for an error wherever a link leads nowhere."""
+    """The built pages; mkdocs.yml makes a broken link an error."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)],
@@ -75,14 +75,14 @@ def test_every_key_of_the_config_is_described(site: Path) -> None:
     assert [row[0] for row in known.values() if not row[2]] == []
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     for page in (site / "index.html", site / "tutorial" / "vit" / "index.html"):
         loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text(encoding="utf-8"))
         assert loaded == []
 
 
 @pytest.mark.parametrize("path", sorted(SCREENS.glob("*.svg")), ids=lambda path: path.stem)
-def test_a_picture_says_what_the_screen_says_and_loads_nothing(path: Path) -> None:
+def test_a_screen_picture_shows_the_text_of_the_screen_and_loads_nothing(path: Path) -> None:
     picture = path.read_text(encoding="utf-8")
     shown = " ".join(unescape(re.sub(r"<[^>]+>", " ", picture)).replace("\xa0", " ").split())
     screen = path.with_suffix(".txt").read_text(encoding="utf-8").splitlines()
@@ -91,7 +91,7 @@ def test_a_picture_says_what_the_screen_says_and_loads_nothing(path: Path) -> No
     assert "@font-face" not in picture
 
 
-def test_no_screen_is_of_this_machine_alone() -> None:
+def test_screens_contain_no_path_of_this_machine() -> None:
     for path in SCREENS.glob("*.txt"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"/(tmp|home|root|work)/", text), path
@@ -101,12 +101,12 @@ def without_values(text: str) -> str:
     return re.sub(r"\d{1,3}(,\d{3})+", "VALUE", text)
 
 
-def test_the_finding_on_the_screen_of_scan_is_what_scan_prints() -> None:
+def test_the_finding_on_the_scan_screen_is_the_output_of_scan() -> None:
     screen = (SCREENS / "scan.txt").read_text(encoding="utf-8")
     config = screen.partition("\n")[0].removeprefix("$ ampdbg scan ")
     text = rendered(ampdbg.scan(ROOT / config, steps=1), folder=str(ROOT))
     start, end = "error forward-overflow", "  ampdbg explain forward-overflow\n"
-    # The text that the example trains on is Python's own, and another release words it differently.
+    # The example trains on a text of Python itself, which other releases word differently.
     assert without_values(text[text.index(start) : text.index(end)]) in without_values(screen)
     assert end in screen
 
@@ -119,7 +119,7 @@ def test_the_readme_shows_the_screen_of_the_documentation() -> None:
 PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
 
 
-def test_tables_made_from_the_code_are_those_of_this_code() -> None:
+def test_tables_made_from_the_code_are_up_to_date() -> None:
     for name, text in PAGES.items():
         assert with_tables(text) == text, f"docs/{name} is older than the code; run: make docs"
     made = {table for text in PAGES.values() for table in re.findall(r"<!-- made from the code: (.*?) -->", text)}
@@ -128,7 +128,7 @@ def test_tables_made_from_the_code_are_those_of_this_code() -> None:
 
 
 @pytest.mark.parametrize("page", ["python.md"])
-def test_the_python_of_a_page_runs_as_it_stands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1)
     given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "path": "record.json"}
@@ -142,12 +142,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_the_example_of_a_config_is_one() -> None:
+def test_the_config_example_is_a_valid_config() -> None:
     [example] = re.findall(r"^```yaml\n(model:.*?)^```", PAGES["config.md"], re.DOTALL | re.MULTILINE)
     assert ConfigFile.model_validate(yaml.safe_load(example)).model.args == {"depth": 12}
 
 
-def test_the_pyproject_example_of_lint_is_taken(tmp_path: Path) -> None:
+def test_the_pyproject_example_of_lint_is_read_as_settings(tmp_path: Path) -> None:
     [example] = re.findall(r"^```toml\n(.*?)^```", PAGES["lint.md"], re.DOTALL | re.MULTILINE)
     (tmp_path / "pyproject.toml").write_text(example, encoding="utf-8")
     settings = read_settings([str(tmp_path)])
@@ -155,7 +155,7 @@ def test_the_pyproject_example_of_lint_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if "`ampdbg " in PAGES[name] or "```sh" in PAGES[name]])
-def test_commands_and_options_that_a_page_names_exist(page: str) -> None:
+def test_commands_and_options_named_on_a_page_exist(page: str) -> None:
     typed = re.findall(r"^```sh\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
     typed += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE))
     for verb, given in re.findall(r"ampdbg ([a-z][a-z0-9-]*)([^\n#|>&]*)", "\n".join(typed)):
@@ -176,8 +176,8 @@ STEPS = {step["name"]: step["run"] for step in ACTION["jobs"]["fp16"]["steps"] i
 
 @pytest.mark.slow  # five runs of a program that imports torch
 @pytest.mark.skipif(os.name == "nt", reason="the steps are shell scripts")
-def test_the_gate_passes_a_harmless_change_and_stops_an_overflow(tmp_path: Path) -> None:
-    """The steps of the workflow as they stand, in a repository whose branch adds an overflow."""
+def test_the_github_action_passes_a_harmless_change_and_stops_an_overflow(tmp_path: Path) -> None:
+    """Runs the unchanged steps of the workflow in a repository whose branch adds an overflow."""
     start(tmp_path, "init")
     model = tmp_path / "workload.py"
     git(tmp_path, "init", "-q", "-b", "main")
@@ -206,7 +206,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 
 def step(folder: Path, script: str) -> int:
-    """Runs a step as GitHub does with `shell: bash`, and the program of this checkout."""
+    """Runs a step as GitHub does with `shell: bash`, with the program of this checkout."""
     program = f'ampdbg() {{ PYTHONPATH={ROOT} "{sys.executable}" -m ampdbg "$@"; }}\n'
     variables = {**os.environ, "GITHUB_STEP_SUMMARY": str(folder / "summary.md"), "GITHUB_BASE_REF": "main"}
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", program + script]
@@ -214,7 +214,7 @@ def step(folder: Path, script: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_options_of_the_workflow_exist(tmp_path: Path) -> None:
+def test_the_options_in_the_github_action_exist(tmp_path: Path) -> None:
     for script in STEPS.values():
         for verb, rest in re.findall(r"ampdbg (\w+)([^|\n]*)", script):
             printed = start(tmp_path, verb, "--help").stdout

@@ -1,4 +1,4 @@
-"""Names and texts from the user's world are shown, and never obeyed, on every output."""
+"""Tests that names and texts of the user are shown on every output and never interpreted."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ HOSTILE = {
 
 
 def record_of(text: str) -> Record:
-    """A record with the text in every place that a user's world can fill."""
+    """A record with the text in every field that a user can fill."""
     source = Source(f"/home/me/{text}.py", 4, text, f"x = {text}")
     finding = Finding(
         code="forward-overflow",
@@ -81,14 +81,14 @@ def test_an_escape_is_shown_as_python_writes_it() -> None:
     assert printable("one\ntwo", but="\n") == "one\ntwo"
 
 
-def test_markup_is_text() -> None:
+def test_markup_in_a_name_is_shown_as_text() -> None:
     text = written(
         record_of("[bold]net[/bold] :smile:"), CommandContext(), Look(200, color=False, unicode=True), "text"
     )
     assert "bmm in [bold]net[/bold] :smile:" in text
 
 
-def test_files_below_the_folder_are_named_from_there() -> None:
+def test_files_in_the_folder_are_named_relative_to_the_folder() -> None:
     text = "/home/me/model.py:4 and /home/me2/x.py, /mnt/home/me/y.py; /home/me/ alone"
     assert harmless(text, "/home/me") == "model.py:4 and /home/me2/x.py, /mnt/home/me/y.py; /home/me/ alone"
 
@@ -113,20 +113,20 @@ def test_files_of_installed_packages_are_named_by_their_package(text: str, shown
     assert harmless(text) == text  # a command to copy keeps its paths
 
 
-def test_what_is_harmless_stays_the_same_object() -> None:
+def test_a_harmless_record_is_returned_unchanged() -> None:
     record = record_of("net")
     assert harmless(record) is record
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, unique=True))
-def test_names_in_yaml_are_the_names_again(names: list[str]) -> None:
+def test_names_written_to_yaml_are_read_back_unchanged(names: list[str]) -> None:
     lines = pins_yaml(names, {})
     assert "\n".join(lines).isprintable() or all(line.isprintable() for line in lines)
     if not any("\ud800" <= char <= "\udfff" for name in names for char in name):
         assert read_yaml("\n".join(lines)).data == {"precision": {"pins": names}}
 
 
-def test_comments_of_a_patch_are_comments_in_yaml() -> None:
+def test_names_in_the_comments_of_a_yaml_patch_stay_comments() -> None:
     record = replace(searched("net\x1b[2J\x07\u2028x: 1\n- y"), handover=Handover("yaml", ("net",)))
     text = (content(record) or b"").decode()
     assert all(line.isprintable() for line in text.splitlines())

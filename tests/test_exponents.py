@@ -1,4 +1,4 @@
-"""Histograms of exponents, and the loss scales that follow from them, against torch's own roundings."""
+"""Tests of histograms of exponents and of the loss scales computed from them, against torch's own roundings."""
 
 import math
 
@@ -13,22 +13,22 @@ histograms = st.builds(Exponents, st.integers(-64, 0), st.lists(st.integers(0, 1
 
 
 @given(magnitudes)
-def test_the_ceiling_is_the_last_power_of_two_that_does_not_overflow(magnitude: float) -> None:
+def test_the_scale_ceiling_is_the_last_power_of_two_that_does_not_overflow(magnitude: float) -> None:
     scale = scale_ceiling(magnitude)
     rounded = torch.tensor([magnitude * scale, magnitude * scale * 2], dtype=torch.float64).float().half()
     assert math.frexp(scale)[0] == 0.5
     assert [bool(torch.isinf(one)) for one in rounded] == [False, True]
 
 
-def test_the_ceiling_at_the_ends() -> None:
+def test_the_scale_ceiling_of_zero_nonfinite_values_and_values_at_the_threshold() -> None:
     assert scale_ceiling(0.0) == math.inf
     assert scale_ceiling(math.inf) == scale_ceiling(math.nan) == 0.0
     assert (scale_ceiling(65519.0), scale_ceiling(65520.0), scale_ceiling(1.0)) == (1.0, 0.5, 32768.0)
 
 
 @given(st.lists(st.integers(-60, 0), min_size=1, max_size=200))
-def test_the_floor_is_the_first_power_of_two_that_keeps_99_percent_of_the_energy(exponents: list[int]) -> None:
-    # In the middle of its bin no value is a tie.
+def test_the_scale_floor_is_the_first_power_of_two_that_keeps_99_percent_of_energy(exponents: list[int]) -> None:
+    # A value in the middle of its bin is never a tie.
     values = torch.tensor([1.5 * 2.0**exponent for exponent in exponents], dtype=torch.float64)
     counts = tuple(exponents.count(exponent) for exponent in range(-60, 1))
     scale = scale_floor(Exponents(-60, counts))
@@ -40,7 +40,7 @@ def test_the_floor_is_the_first_power_of_two_that_keeps_99_percent_of_the_energy
     assert kept(scale) >= 0.99 > kept(scale / 2)
 
 
-def test_nothing_needs_no_scale() -> None:
+def test_an_empty_histogram_has_a_scale_floor_of_zero() -> None:
     assert scale_floor(Exponents()) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Files are replaced whole; links and what is no file stay what they are."""
+"""Tests that files are replaced as a whole, and that links and pipes stay links and pipes."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ from ampdbg.files import read_file, replace_file, replace_name, staged_file, tem
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
 
 
-def test_a_new_file_has_ordinary_permissions_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+def test_a_new_file_has_default_permissions_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     replace_file(tmp_path / "new" / "record.json", b"all of it")
     (tmp_path / "touched").touch()
@@ -27,7 +27,7 @@ def test_a_new_file_has_ordinary_permissions_and_nothing_stays_beside_it(tmp_pat
 
 
 @posix
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_replaced_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
     replace_file(tmp_path / "link", b"new")
@@ -36,7 +36,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 @posix
-def test_links_that_lead_in_a_circle_are_told_and_stay(tmp_path: Path) -> None:
+def test_a_cycle_of_links_is_an_error_and_stays(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links") as raised:
@@ -47,7 +47,7 @@ def test_links_that_lead_in_a_circle_are_told_and_stay(tmp_path: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("link", ["link", "dangling", "hard", "pipe"])
-def test_a_name_that_no_user_has_chosen_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, link: str) -> None:
+def test_replace_name_replaces_the_name_and_leaves_the_target_of_a_link(tmp_path: Path, link: str) -> None:
     (tmp_path / "file").write_text("old")
     (tmp_path / "file").chmod(0o750)
     (tmp_path / "link").symlink_to("file")
@@ -63,7 +63,7 @@ def test_a_name_that_no_user_has_chosen_is_replaced_and_what_it_leads_to_stays(t
 
 
 @posix
-def test_a_file_keeps_its_permissions_and_its_other_names(tmp_path: Path) -> None:
+def test_a_replaced_file_keeps_its_permissions_and_its_hard_links(tmp_path: Path) -> None:
     script, alone = tmp_path / "train.py", tmp_path / "alone.py"
     for file in (script, alone):
         file.write_text("old")
@@ -89,7 +89,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 
 @posix
-def test_a_pipe_is_read_to_its_end_where_somebody_writes_to_it(tmp_path: Path) -> None:
+def test_a_pipe_is_read_to_its_end_and_refused_without_a_writer(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="a pipe that nobody writes to"):
@@ -109,8 +109,8 @@ def test_a_pipe_is_read_to_its_end_where_somebody_writes_to_it(tmp_path: Path) -
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a pipe that is stdout has such a path on Linux")
-def test_stdout_is_written_to_where_it_is_a_pipe(tmp_path: Path) -> None:
-    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout is; not that itself, which root can replace
+def test_a_piped_stdout_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout is; root could replace /dev/stdout itself
     write = "from pathlib import Path; from ampdbg.files import replace_file; replace_file(Path('stdout'), b'x')"
     done = subprocess.run([sys.executable, "-c", write], check=False, capture_output=True, cwd=tmp_path)
     assert (done.stdout, done.stderr) == (b"x", b"")
@@ -127,7 +127,7 @@ with temporary_folder() as folder, staged_file(Path("record.json"), b"half") as 
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
-def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_process_removes_files_of_a_killed_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(files, "ABANDONED", -1.0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -145,13 +145,13 @@ def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path: Path, monke
     with temporary_folder() as first, staged_file(here / "a", b"") as held:
         assert not left.exists()
         assert not file.exists()
-        with temporary_folder() as second, staged_file(here / "b", b"") as other:  # what is held stays
+        with temporary_folder() as second, staged_file(here / "b", b"") as other:  # files in use stay
             assert all(path.exists() for path in (first, second, held, other))
     assert {item.name for item in tmp_path.iterdir()} == {"ampdbg-of-mine", "here"}
     assert [item.name for item in here.iterdir()] == [".record.json.1234abcd.tmp"]
 
 
-def test_an_interrupt_in_the_call_that_makes_a_folder_leaves_none(
+def test_an_interrupt_while_a_temporary_folder_is_made_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = Path.mkdir
@@ -169,7 +169,7 @@ def test_an_interrupt_in_the_call_that_makes_a_folder_leaves_none(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, mode: str) -> BinaryIO:
         return open("/dev/full", "wb")
 
@@ -179,6 +179,6 @@ def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypat
     assert raised.value.filename == str(tmp_path / "train.py")
 
 
-def test_a_file_of_the_longest_name_is_written(tmp_path: Path) -> None:
+def test_a_file_with_the_longest_name_is_written(tmp_path: Path) -> None:
     replace_file(tmp_path / ("n" * 255), b"it")
     assert [len(item.name) for item in tmp_path.iterdir()] == [255]

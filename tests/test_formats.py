@@ -1,4 +1,4 @@
-"""Number formats against torch's own limits and roundings, and headroom in bits."""
+"""Tests of number formats against torch's own limits and roundings, and of headroom in bits."""
 
 import math
 
@@ -13,7 +13,7 @@ each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
 def wider(fmt: FloatFormat) -> torch.dtype:
-    """The dtype to round from: torch goes from float64 to half through float32, which would round twice."""
+    """The dtype to round from: torch converts float64 to half through float32, which rounds twice."""
     return torch.float64 if fmt is FLOAT32 else torch.float32
 
 
@@ -27,7 +27,7 @@ def next_to(value: float, towards: float, fmt: FloatFormat) -> float:
 
 
 @each_format
-def test_limits_are_those_of_torch(fmt: FloatFormat) -> None:
+def test_the_limits_of_a_format_are_those_of_torch(fmt: FloatFormat) -> None:
     info = torch.finfo(getattr(torch, fmt.name))
     assert fmt.largest == info.max
     assert fmt.smallest_normal == info.tiny
@@ -46,7 +46,7 @@ def test_the_underflow_threshold_is_the_last_value_that_rounds_to_zero(fmt: Floa
     assert rounded(next_to(fmt.underflow_threshold, 1.0, fmt), fmt) == fmt.smallest_subnormal
 
 
-def test_float16_has_the_numbers_that_everybody_quotes() -> None:
+def test_float16_has_the_well_known_limits() -> None:
     assert (FLOAT16.largest, FLOAT16.overflow_threshold) == (65504.0, 65520.0)
     assert (FLOAT16.smallest_normal, FLOAT16.smallest_subnormal, FLOAT16.underflow_threshold) == (
         2**-14,
@@ -55,7 +55,7 @@ def test_float16_has_the_numbers_that_everybody_quotes() -> None:
     )
 
 
-def test_headroom_of_the_special_values() -> None:
+def test_headroom_of_zero_infinity_nan_and_the_threshold() -> None:
     assert headroom_bits(0.0) == math.inf
     assert headroom_bits(math.inf) == headroom_bits(-math.inf) == -math.inf
     assert math.isnan(headroom_bits(math.nan))
@@ -74,6 +74,6 @@ def test_headroom_loses_a_bit_with_each_doubling_and_ignores_the_sign(value: flo
         assert headroom_bits(-value, fmt) == headroom_bits(value, fmt)
 
 
-def test_eight_bits_can_be_described() -> None:
+def test_a_float8_format_can_be_described() -> None:
     fmt, info = FloatFormat("float8_e5m2", "FP8", 3, -14, 15), torch.finfo(torch.float8_e5m2)
     assert (fmt.largest, fmt.smallest_normal) == (info.max, info.tiny)

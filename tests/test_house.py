@@ -1,4 +1,4 @@
-"""The house as a whole: class names that are unique, short lists of parameters, few decisions for its code."""
+"""Tests of the whole package: unique class names, short lists of parameters, few decisions for its code."""
 
 import ast
 import io
@@ -12,11 +12,11 @@ TYPE_NAME = re.compile(r"(?:[A-Z][a-z]+)+")
 
 MOST_PARAMETERS = 8
 MOST_DECISIONS = 0.255
-"""For each line of code. A change that makes them more has added a case; a row of a table or a mechanism adds none."""
+"""Decisions for each line of code. A new case raises the share; a row of a table or a mechanism does not."""
 
 
 def public_names(tree: ast.Module) -> set[str]:
-    """The classes and the types by another name that a module defines, but for private ones."""
+    """The public classes and type aliases that a module defines."""
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         targets = (
@@ -26,13 +26,13 @@ def public_names(tree: ast.Module) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def test_no_two_modules_give_a_public_class_or_type_the_same_name() -> None:
+def test_public_classes_and_types_have_unique_names_across_modules() -> None:
     names = Counter(name for tree in trees().values() for name in public_names(tree))
     assert names, "the package was not found"
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_only_the_options_of_a_command_are_many_parameters() -> None:
+def test_only_functions_of_commands_have_more_than_eight_parameters() -> None:
     def count(node: ast.FunctionDef) -> int:
         return len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
 
@@ -46,7 +46,7 @@ def test_only_the_options_of_a_command_are_many_parameters() -> None:
 
 
 def decisions(tree: ast.AST) -> int:
-    """In how many ways the code can part: conditions, the operands of and/or, filters, cases and handlers."""
+    """The number of branches in the code: conditions, operands of and/or, filters, cases and handlers."""
     nodes = list(ast.walk(tree))
     branches = (ast.If, ast.IfExp, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
     operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
@@ -55,7 +55,7 @@ def decisions(tree: ast.AST) -> int:
 
 
 def code_lines(text: str, tree: ast.AST) -> int:
-    """The lines that hold code, but for docstrings, imports, comments and blanks."""
+    """The number of lines of code, without docstrings, imports, comments and blank lines."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     aside: set[int] = set()
     for node in ast.walk(tree):
@@ -70,7 +70,7 @@ def code_lines(text: str, tree: ast.AST) -> int:
     return len(held - aside)
 
 
-def test_what_is_counted_as_code_and_as_a_decision() -> None:
+def test_code_lines_and_decisions_are_counted() -> None:
     text = '''"""A module."""
 import os
 
@@ -87,7 +87,7 @@ lines"""
     assert (code_lines(text, tree), decisions(tree)) == (5, 4)
 
 
-def test_the_package_holds_no_more_decisions_for_its_code_than_before() -> None:
+def test_the_share_of_decisions_in_the_package_has_not_grown() -> None:
     code = sum(code_lines((PACKAGE / file).read_text("utf-8"), tree) for file, tree in trees().items())
     made = sum(map(decisions, trees().values()))
     assert made / code <= MOST_DECISIONS

@@ -1,4 +1,4 @@
-"""Arrows point down: a module of ampdbg imports only from its own layer and those below it (DESIGN.md)."""
+"""Tests that a module of ampdbg imports only from its own layer and the layers below it (DESIGN.md)."""
 
 import ast
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ampdbg"
 
-# Ground floor first. A layer is the first part of the module's path; several names share a layer when they are one
-# thing in several files. A new module needs a place here.
+# Lowest first. A layer is the first part of the module's path; several names share a layer if they are one thing in
+# several files. A new module needs an entry here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "obstacles"),
     ("files", "syntax_tree"),
@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 
-# Where a live model is touched. Everything else answers without torch, so that `ampdbg --help` is fast.
+# Layers that work on a live model. All others run without torch, so that `ampdbg --help` is fast.
 TORCH_LAYERS = frozenset(
     "workload precision environment probes replay training script costs pinning patch proof".split()
 )
@@ -53,7 +53,7 @@ TORCH_LAYERS = frozenset(
 
 @dataclass(frozen=True)
 class Import:
-    """One import: ``target`` is ``torch`` or ``ampdbg.x.y``; ``deferred`` ones run in a function or only for types."""
+    """One import of ``torch`` or ``ampdbg.x.y``; a ``deferred`` import is in a function or only for types."""
 
     target: str
     line: int
@@ -61,7 +61,7 @@ class Import:
 
 
 def imports_of(path: Path, package: Path) -> Iterator[Import]:
-    """Every import of a module, relative ones resolved to absolute names."""
+    """Every import of a module; relative imports are resolved to absolute names."""
     folder = (package.name, *path.relative_to(package).parent.parts)
     tree = ast.parse(path.read_text(encoding="utf-8"))
     yield from _imports(tree, folder, deferred=False)
@@ -84,18 +84,18 @@ def _imports(node: ast.AST, folder: tuple[str, ...], deferred: bool) -> Iterator
 def _from_targets(node: ast.ImportFrom, folder: tuple[str, ...]) -> Iterator[str]:
     start = folder[: len(folder) - node.level + 1] if node.level else ()
     module = ".".join((*start, *(node.module or "").split("."))).strip(".")
-    # `from .. import record` names a module by what it imports; `from ..record import Record` does not.
+    # `from .. import record` imports a module by name; `from ..record import Record` does not.
     for alias in node.names:
         yield f"{module}.{alias.name}" if "." not in module else module
 
 
 def layer_of(dotted: str) -> str:
-    """The layer of ``ampdbg.x.y``: ``x``; of the package itself, ``__init__``."""
+    """The layer of ``ampdbg.x.y`` is ``x``; the layer of the package itself is ``__init__``."""
     return (*dotted.split("."), "__init__")[1]
 
 
 def broken_rules(package: Path) -> list[str]:
-    """One sentence for each import that points up, and each of torch where there must be none."""
+    """One sentence for each import that points up, and for each import of torch in a layer without torch."""
     return [
         f"{path.relative_to(package.parent).as_posix()}:{item.line}: {rule}"
         for path in sorted(package.rglob("*.py"))
@@ -105,14 +105,14 @@ def broken_rules(package: Path) -> list[str]:
 
 
 def broken_rule(layer: str, item: Import, package: str) -> str:
-    """What is wrong with an import by a module of ``layer``, or ""."""
+    """The rule that an import by a module of ``layer`` breaks, or ""."""
     if layer not in FLOOR:
         return f"{layer} has no place in LAYERS (tests/test_layers.py)"
     top = item.target.partition(".")[0]
     if top == "torch":
         return "" if layer in TORCH_LAYERS else f"{layer} imports torch"
     if top != package or item.target == f"{package}.__version__":
-        return ""  # the version is a constant of the package, which is loaded before any module of it
+        return ""  # the version is a constant of the package, which loads before its modules
     target = layer_of(item.target)
     if target not in FLOOR:
         return f"{target} has no place in LAYERS (tests/test_layers.py)"
@@ -123,7 +123,7 @@ def broken_rule(layer: str, item: Import, package: str) -> str:
     return ""
 
 
-def test_every_import_points_down_and_torch_stays_where_a_live_model_is() -> None:
+def test_every_import_points_down_and_torch_is_imported_only_in_its_layers() -> None:
     assert broken_rules(PACKAGE) == []
 
 
@@ -161,7 +161,7 @@ ALLOWED = {
 
 
 def plant(folder: Path, file: str, source: str) -> Path:
-    """A package named ampdbg that holds one module."""
+    """A package named ampdbg with one module."""
     path = folder / "ampdbg" / file
     path.parent.mkdir(parents=True)
     path.write_text(source, encoding="utf-8")

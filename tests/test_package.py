@@ -1,4 +1,4 @@
-"""The package as it is published: wheel and sdist are built, pass the index's check, and the wheel runs by itself."""
+"""Tests of the published package: wheel and sdist build and pass the index's check, and the wheel runs by itself."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
     )
 
 
-def test_a_function_keeps_its_name_where_a_subpackage_has_the_same_and_is_imported() -> None:
+def test_replay_is_the_function_even_after_its_subpackage_was_imported() -> None:
     import ampdbg.api
     import ampdbg.replay.copies
 
@@ -35,7 +35,7 @@ def test_a_function_keeps_its_name_where_a_subpackage_has_the_same_and_is_import
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a wheel and an sdist, built with the build backend that is installed: it needs no network."""
+    """The folder of a wheel and an sdist, built by the installed build backend, which needs no network."""
     folder = tmp_path_factory.mktemp("dist")
     built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder)
     assert built.returncode == 0, built.stderr
@@ -44,7 +44,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(dist: Path, tmp_path: Path) -> Path:
-    """The programs of an environment that holds the wheel alone; what the wheel depends on is this one's."""
+    """The programs of an environment with only the wheel; its dependencies are those of this environment."""
     venv.create(tmp_path / "env", symlinks=os.name != "nt")
     programs = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
     asked = run(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -57,7 +57,7 @@ def installed(dist: Path, tmp_path: Path) -> Path:
     return programs
 
 
-def test_the_wheel_passes_the_indexs_check_and_runs_init_and_scan_where_no_checkout_is(
+def test_the_distributions_pass_twine_and_the_wheel_runs_without_a_checkout(
     dist: Path, installed: Path, tmp_path: Path
 ) -> None:
     checked = run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
@@ -87,7 +87,7 @@ def test_mypy_sees_the_package_as_typed(installed: Path, tmp_path: Path) -> None
     assert "Literal['healthy']" in seen.stdout
 
 
-def test_a_release_is_published_from_a_tag_once_it_was_tested_and_tried() -> None:
+def test_a_release_is_published_from_a_tag_only_after_its_tests_and_trial() -> None:
     jobs = WORKFLOW["jobs"]
     assert WORKFLOW[True]["push"] == {"tags": ["v*"]}  # YAML 1.1 reads `on` as true
     assert jobs["publish"]["needs"] == ["test", "try"]

@@ -1,4 +1,4 @@
-"""The table of docs/readiness.md, and the script that makes it."""
+"""Tests of the table in docs/readiness.md and of the script that makes it."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from scripts.readiness import BEGIN, END, FAMILIES, LEVELS, PAGE, row
 
 
-def test_the_page_has_each_family_at_each_level_as_initialised_and_large_and_none_came_out_otherwise() -> None:
+def test_the_readiness_table_has_every_family_and_level_and_no_unexpected_result() -> None:
     made = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     rows = re.findall(r"^\| (\w+) \| (as initialised|large) \|.* \| (.*) \|$", made, re.MULTILINE)
     expected = [(family, stream) for _ in LEVELS for family in FAMILIES for stream in ("as initialised", "large")]
@@ -18,9 +18,7 @@ def test_the_page_has_each_family_at_each_level_as_initialised_and_large_and_non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_large_residual_stream_of_gemma_3_fails_in_fp16_and_trains_with_the_pins_that_are_named(
-    level: str, tmp_path: Path
-) -> None:
+def test_a_large_gemma_3_stream_fails_in_fp16_and_trains_with_the_suggested_pins(level: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = tmp_path / "config.yaml"
     script = (Path(__file__).parents[1] / "scripts" / "readiness.py").as_posix()

@@ -1,4 +1,4 @@
-"""What the README shows is so: its screen, patch, Python, config, commands and links; and it is short."""
+"""Tests that the README is short and true: its screen, patch, Python, config, commands and links."""
 
 import re
 import shlex
@@ -23,13 +23,13 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-def test_it_is_read_in_two_minutes() -> None:
+def test_the_readme_can_be_read_in_two_minutes() -> None:
     lines = README.splitlines()
     assert len(lines) <= 120
     assert max(map(len, lines)) <= 125
 
 
-# Its screen and its patch
+# The screen and the patch
 
 [SCREEN] = blocks("console")
 [PATCH] = blocks("diff")
@@ -37,7 +37,7 @@ def test_it_is_read_in_two_minutes() -> None:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script of the screen, in a git repository of its own."""
+    """The script of the screen, in its own git repository."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "examples").mkdir()
     shutil.copy(ROOT / "LICENSE", folder)
@@ -48,7 +48,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(repository: Path) -> Result:
-    """What the command of the screen prints."""
+    """The output of the command on the screen."""
     command = SCREEN.partition("\n")[0].removeprefix("$ ampdbg ")
     return start(repository, *shlex.split(command), COLUMNS="80")
 
@@ -59,13 +59,13 @@ def git(folder: Path, *arguments: str, given: str = "") -> str:
 
 
 def of_any_machine(text: str) -> list[str]:
-    """The words of a screen, without what differs from one machine or torch to another: times, versions, digits."""
+    """The words of a screen without the parts that depend on the machine or on torch: times, versions, digits."""
     text = re.sub(r"torch \S+ · .*? autocast policy(, emulated)?", "MACHINE", " ".join(text.split()))
     text = re.sub(r"· [\d.,]+ (ms|s|min)\b", "· TIME", re.sub(r"\d{8}T\d{6}Z", "MOMENT", text))
     return re.sub(r"\d[\d.,]*", "NUMBER", text).split()
 
 
-def test_its_screen_is_what_the_script_and_ampdbg_print(run: Result) -> None:
+def test_the_readme_screen_is_the_output_of_the_script_and_of_ampdbg(run: Result) -> None:
     command, *lines = SCREEN.splitlines()
     of_script = [line for line in lines if re.match(r"step \d+: loss", line)]
     of_ampdbg = [line for line in lines if line not in of_script]
@@ -75,7 +75,7 @@ def test_its_screen_is_what_the_script_and_ampdbg_print(run: Result) -> None:
     assert of_any_machine("\n".join(of_ampdbg)) == of_any_machine(run.stderr)
 
 
-def test_the_line_on_its_screen_stands_in_the_script(run: Result) -> None:
+def test_the_line_on_the_readme_screen_is_in_the_script(run: Result) -> None:
     found = re.search(r"examples/train\.py:(\d+) in forward\n\s+(.*)", SCREEN)
     assert found is not None
     script = (ROOT / "examples" / "train.py").read_text(encoding="utf-8").splitlines()
@@ -84,7 +84,7 @@ def test_the_line_on_its_screen_stands_in_the_script(run: Result) -> None:
 
 
 @pytest.mark.slow  # a search, a proof, and the script twice more
-def test_its_way_from_the_screen_to_a_healthy_script(repository: Path, run: Result) -> None:
+def test_the_readme_commands_and_patch_make_the_script_healthy(repository: Path, run: Result) -> None:
     way = next(text for text in blocks("sh") if "git apply" in text)
     assert re.findall(r"^ampdbg (\S+)", way, re.MULTILINE) == ["run", "suggest-fp32"]
     assert run.code == 1
@@ -96,7 +96,7 @@ def test_its_way_from_the_screen_to_a_healthy_script(repository: Path, run: Resu
     assert (again.code, again.stderr.partition(":")[0]) == (0, "✓ Healthy")
 
 
-# Its Python and its config
+# The Python and the config
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -109,7 +109,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         scaler.update()
 
 
-def test_the_example_of_a_watched_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_example_of_a_watched_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [example] = blocks("python")
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1)
@@ -119,7 +119,7 @@ def test_the_example_of_a_watched_loop(tmp_path: Path, monkeypatch: pytest.Monke
     assert record.findings[0].code == "misuse-clip-scaled"
 
 
-def test_the_example_of_a_config() -> None:
+def test_the_readme_example_of_a_config_is_valid() -> None:
     [example] = blocks("yaml")
     config = ConfigFile.model_validate(yaml.safe_load(example))
     assert config.model.target == "model.py:build_model"
@@ -127,16 +127,16 @@ def test_the_example_of_a_config() -> None:
     assert f"trains {config.train.steps} steps" in README
 
 
-# Its commands and its links
+# The commands and the links
 
 
-def test_every_command_is_in_its_table() -> None:
+def test_the_readme_table_lists_every_command() -> None:
     rows = [line for line in README.splitlines() if line.startswith("| `ampdbg ")]
     listed = {word for row in rows for word in re.findall(r"`(?:ampdbg )?([a-z][a-z0-9-]+)[^`]*`", row.split("|")[1])}
     assert listed == set(COMMANDS)
 
 
-def test_its_commands_and_their_options_exist(tmp_path: Path) -> None:
+def test_the_readme_commands_and_options_exist(tmp_path: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
     typed = re.findall(
         r"ampdbg ([a-z][a-z0-9-]+)((?: --[a-z-]+)*)", "\n".join(blocks("sh") + re.findall(r"`[^`\n]+`", prose))
@@ -148,7 +148,7 @@ def test_its_commands_and_their_options_exist(tmp_path: Path) -> None:
         assert all(option in printed for option in given.split()), (verb, given)
 
 
-def test_its_targets_of_make_exist() -> None:
+def test_the_readme_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^make ([a-z]+)", "\n".join(blocks("sh")), re.MULTILINE)
     assert targets == ["demo", "test"]
@@ -156,7 +156,7 @@ def test_its_targets_of_make_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_its_links_lead_somewhere() -> None:
+def test_the_readme_links_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)", README)
     assert len(links) > 8
     assert [link for link in links if not (ROOT / link).exists()] == []

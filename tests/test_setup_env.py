@@ -1,4 +1,4 @@
-"""The set-up never brings CUDA packages onto a machine without a GPU, and does its work only once."""
+"""Tests that the set-up installs no CUDA packages on a machine without a GPU, and works only once."""
 
 import ast
 from pathlib import Path
@@ -13,7 +13,7 @@ CPU, CUDA = ("2.13.0+cpu", ""), ("2.13.0", "13.0")
 
 
 class Machine:
-    """A machine that only notes which commands would run; ``torch`` is what a successful install leaves."""
+    """A machine that only records the commands; ``torch`` is the version after a successful install."""
 
     def __init__(self, *, listed: str = LISTED, torch: tuple[str, str] = CPU, failing: str = "\0") -> None:
         self.listed, self.torch, self.failing = listed, torch, failing
@@ -30,7 +30,7 @@ class Machine:
         return self.listed
 
     def requirements(self) -> list[str]:
-        """The last word of each command: what it installs."""
+        """The last word of each command, which is the installed package."""
         return [command.split()[-1] for command in self.commands]
 
 
@@ -51,19 +51,19 @@ def _no_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(setup_env.OVERRIDE, raising=False)
 
 
-def test_a_cpu_build_that_pip_knows_is_pinned_by_its_suffix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cpu_build_that_pip_lists_is_pinned_by_its_suffix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_torch_on(machine := Machine(), monkeypatch, tmp_path)
     assert machine.requirements() == ["torch==2.13.0+cpu"]
     assert (tmp_path / "constraints.txt").read_text() == "torch==2.13.0+cpu\n"
 
 
-def test_where_pip_knows_none_uv_fetches_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_uv_fetches_the_cpu_build_if_pip_lists_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_torch_on(machine := Machine(listed="Available versions: 2.15.0"), monkeypatch, tmp_path)
     assert machine.requirements() == ["uv", "torch>=2.6"]
     assert "--torch-backend cpu" in machine.commands[-1]
 
 
-def test_without_any_cpu_build_it_stops_and_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_set_up_stops_with_a_hint_if_no_cpu_build_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(listed="", failing="--torch-backend")
     with pytest.raises(setup_env.SetupError, match=r"AMPDBG_TORCH=.* make test"):
         install_torch_on(machine, monkeypatch, tmp_path)
@@ -76,7 +76,7 @@ def test_a_cuda_build_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(("gpu", "platform"), [(True, "linux"), (False, "darwin"), (False, "win32")])
-def test_the_index_own_build_is_right_elsewhere(
+def test_the_default_build_is_installed_with_a_gpu_and_on_macos_and_windows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, platform: str
 ) -> None:
     machine = Machine(torch=CUDA if gpu else ("2.13.0", ""))
@@ -84,14 +84,14 @@ def test_the_index_own_build_is_right_elsewhere(
     assert machine.requirements() == ["torch>=2.6"]
 
 
-def test_a_fitting_torch_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_installed_torch_that_fits_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine()
     machine.installed = CPU
     install_torch_on(machine, monkeypatch, tmp_path)
     assert machine.commands == []
 
 
-def test_the_user_can_override_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_user_can_override_the_version_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(setup_env.OVERRIDE, "wheels/torch.whl")
     machine = Machine(torch=CUDA)
     machine.installed = CPU
@@ -109,7 +109,7 @@ def test_the_user_can_override_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("", ""),
     ],
 )
-def test_the_newest_cpu_version_that_ampdbg_runs_on(output: str, version: str) -> None:
+def test_the_newest_supported_cpu_version_is_chosen(output: str, version: str) -> None:
     assert setup_env.newest_cpu_version(output) == version
 
 
@@ -125,7 +125,7 @@ def test_the_newest_cpu_version_that_ampdbg_runs_on(output: str, version: str) -
         (("2.10.0", ""), False, True),
     ],
 )
-def test_which_torch_fits(torch: tuple[str, str] | None, gpu: bool, fits: bool) -> None:
+def test_old_torch_or_cuda_without_a_gpu_does_not_fit(torch: tuple[str, str] | None, gpu: bool, fits: bool) -> None:
     assert setup_env.is_fitting(torch, gpu) is fits
 
 
@@ -138,7 +138,7 @@ def test_which_torch_fits(torch: tuple[str, str] | None, gpu: bool, fits: bool) 
         ({"/proc/driver/nvidia"}, None, None, False),  # a container without a device
     ],
 )
-def test_a_gpu_is_one_that_can_be_used(
+def test_only_a_usable_gpu_counts(
     monkeypatch: pytest.MonkeyPatch, devices: set[str], smi: str | None, answer: str | None, gpu: bool
 ) -> None:
     monkeypatch.setattr("os.path.exists", devices.__contains__)
@@ -147,21 +147,21 @@ def test_a_gpu_is_one_that_can_be_used(
     assert setup_env.has_nvidia_gpu() is gpu
 
 
-def test_a_split_off_venv_module_gives_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_venv_module_gives_the_apt_command_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ensurepip" else object())
     with pytest.raises(setup_env.SetupError, match=r"sudo apt install python3\.\d+-venv"):
         setup_env.make_venv()
 
 
-def test_an_old_python_is_refused_and_can_read_the_script_that_far() -> None:
+def test_an_old_python_is_refused_and_can_parse_the_script() -> None:
     with pytest.raises(setup_env.SetupError, match=r"is Python 3\.9; ampdbg needs 3\.10 or newer"):
         setup_env.refuse_old_python((3, 9))
     source = Path(setup_env.__file__).read_text(encoding="utf-8")
     ast.parse(source, feature_version=(3, 6))
-    assert "from __future__" not in source  # Python 3.6 knows no annotations feature and would stop there
+    assert "from __future__" not in source  # Python 3.6 has no annotations feature and would stop there
 
 
-def test_the_second_run_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_set_up_runs_once_until_the_override_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs: list[str] = []
     monkeypatch.setattr(setup_env, "STAMP", tmp_path / "stamp")
     monkeypatch.setattr(setup_env, "PYTHON", tmp_path)
@@ -173,7 +173,7 @@ def test_the_second_run_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert runs == ["set up", "set up"]
 
 
-def test_a_failed_set_up_is_one_message_and_is_tried_again(
+def test_a_failed_set_up_prints_one_message_and_is_not_marked_as_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -186,6 +186,6 @@ def test_a_failed_set_up_is_one_message_and_is_tried_again(
     assert not (tmp_path / "stamp").exists()
 
 
-def test_the_oldest_torch_is_the_one_of_the_project_file() -> None:
+def test_the_oldest_torch_is_the_one_in_the_project_file() -> None:
     assert f'"{setup_env.TORCH}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert setup_env.TORCH.endswith(".".join(map(str, setup_env.OLDEST_TORCH)))

@@ -1,4 +1,4 @@
-"""The words of messages and pages: no turn that has to be read twice, and no long sentence."""
+"""Tests of the words of messages and pages: no phrase that readers must read twice, and no long sentence."""
 
 import ast
 import re
@@ -34,21 +34,21 @@ BETTER = {
     r"in front of": "before",
     r"seen to|for ever|whatsoever|thereby|hereby|therein|hence": "leave it out",
 }
-"""Turns that readers did not understand at once, and what to write instead."""
+"""Phrases that readers did not understand at once, and what to write instead."""
 
 TURNS = re.compile(rf"\b({'|'.join(BETTER)})\b", re.IGNORECASE)
 
 MOST_WORDS = 20
-"""In a sentence of a message, or a part of it between semicolons and colons."""
+"""Most words in a sentence of a message, or in a part of it between semicolons and colons."""
 
 MOST_WORDS_OF_A_PAGE = 28
-"""The same on a page of the documentation, whose reader has more time."""
+"""The same for a page of the documentation, whose reader has more time."""
 
 FIELD = re.compile(r"\{[^{}]*\}")
 
 
 def shown_strings(tree: ast.AST) -> Iterator[str]:
-    """The strings of a module that have words, without docstrings and code; the help of a command is one."""
+    """The strings of a module that contain words, without docstrings and code, but with the help of commands."""
     bodies = (body for node in ast.walk(tree) if isinstance(body := getattr(node, "body", None), list))
     aside = {id(part.value) for body in bodies for part in body if isinstance(part, ast.Expr)}
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
@@ -71,7 +71,7 @@ PAGES = [
 
 
 def prose(page: str) -> Iterator[str]:
-    """The paragraphs and items of a page, without code, tables, headings and what is made from the code."""
+    """The paragraphs and items of a page, without code, tables, headings and text made from the code."""
     page = re.sub(r"^```.*?^```|<!-- made from the code.*?until here -->", "", page, flags=re.DOTALL | re.MULTILINE)
     for block in re.split(r"\n\s*\n", page):
         if not block.lstrip().startswith(("|", "#", "<")):
@@ -84,18 +84,18 @@ def long_sentences(text: str, most: int) -> list[str]:
 
 
 def is_message(text: str) -> bool:
-    """Neither source code nor a list of names."""
+    """Whether the text is neither source code nor a list of names."""
     return "\n" not in text.strip() and re.search(r"[|\\]|^(\w+ ){12}", text) is None
 
 
-def test_a_message_says_it_in_plain_words() -> None:
+def test_messages_have_plain_words_and_short_sentences() -> None:
     shown = [(name, text) for name, tree in trees().items() for text in shown_strings(tree)]
     assert [(name, found[0], text) for name, text in shown for found in TURNS.finditer(text)] == []
     messages = [(name, text) for name, text in shown if is_message(text)]
     assert [(name, long) for name, text in messages for long in long_sentences(text, MOST_WORDS)] == []
 
 
-def test_a_page_says_it_in_plain_words() -> None:
+def test_documentation_pages_have_plain_words_and_short_sentences() -> None:
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
         lines = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
@@ -104,16 +104,16 @@ def test_a_page_says_it_in_plain_words() -> None:
         assert [(path.name, sentence) for sentence in long] == []
 
 
-def test_the_page_of_a_record_says_it_in_plain_words() -> None:
+def test_the_page_of_a_record_has_plain_words() -> None:
     parts = [path.read_text("utf-8") for path in (PACKAGE / "report" / "formats" / "html").glob("*.html")]
     assert [found[0] for text in parts for found in TURNS.finditer(text)] == []
 
 
 @pytest.mark.parametrize("turn", ["Run it again.", "it was told", "what its modules give", "it stands still"])
-def test_a_turn_is_seen_in_any_case(turn: str) -> None:
+def test_unclear_phrases_are_found_in_any_case(turn: str) -> None:
     assert TURNS.search(turn)
 
 
-def test_the_strings_of_a_module_are_seen_and_its_docstrings_are_not() -> None:
+def test_the_strings_of_a_module_are_checked_and_its_docstrings_are_not() -> None:
     tree = ast.parse('"""One thing."""\n\ndef command(x):\n    """Two things."""\n    return f"three {x} things"\n')
     assert list(shown_strings(tree)) == ["Two things.", "three _ things"]

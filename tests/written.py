@@ -1,4 +1,4 @@
-"""Workloads of a few lines, written beside a config of their own."""
+"""Short workloads, each written into a folder with its config."""
 
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ TARGETS = ("model", "data", "loss", "step", "optimizer", "scheduler")
 
 
 def written(folder: Path, code: str, *overrides: str, **keys: Any) -> Config:
-    """The config of these keys, whose workload is this code.
+    """The config with these keys and this code as workload.
 
-    A target may be its mere name, in the code or with its module, or the name and the arguments.
+    A target is a name in the code, a name with its module, or a tuple of such a name and its arguments.
     """
     (folder / "work.py").write_text(code, encoding="utf-8")
     spec = {key: _target(value) if key in TARGETS else value for key, value in keys.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Averages that a script keeps in half, however it writes them, beside those that move; no trace is left behind."""
+"""Tests of averages of weights that a script keeps in half: found, judged and named, without a trace left behind."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ HALF = torch.bfloat16
 CALL = nn.Module.__call__
 
 Keep = Callable[[], None]
-"""What a script does behind each step."""
+"""Code that a script runs after each step."""
 
 
 def pairs(average: nn.Module, net: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -37,7 +37,7 @@ def pairs(average: nn.Module, net: nn.Module) -> list[tuple[torch.Tensor, torch.
 
 
 def by_two_ops(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
-    """As most do who write it themselves."""
+    """As in most handwritten averages."""
     average = copy.deepcopy(net).to(dtype)
 
     def keep() -> None:
@@ -48,7 +48,7 @@ def by_two_ops(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
 
 
 def by_lerp(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
-    """As timm's ModelEmaV3 on one tensor after the other."""
+    """As in timm's ModelEmaV3, tensor by tensor."""
     average = copy.deepcopy(net).to(dtype).requires_grad_(False)
 
     def keep() -> None:
@@ -68,7 +68,7 @@ def by_lists(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
 
 
 def by_the_state(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
-    """As timm's ModelEma: the whole is computed, and copied."""
+    """As in timm's ModelEma: computes the whole average and copies it."""
     average = copy.deepcopy(net).to(dtype)
 
     def keep() -> None:
@@ -79,7 +79,7 @@ def by_the_state(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
 
 
 def by_shadows(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
-    """As diffusers' EMAModel: a list of parameters."""
+    """As in diffusers' EMAModel: a list of parameters."""
     shadows = [weight.detach().clone().to(dtype) for weight in net.parameters()]
 
     def keep() -> None:
@@ -90,7 +90,7 @@ def by_shadows(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
 
 
 def by_name(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
-    """New tensors in each step."""
+    """Makes new tensors in each step."""
     shadows = {name: weight.detach().clone().to(dtype) for name, weight in net.named_parameters()}
 
     def keep() -> None:
@@ -162,7 +162,7 @@ class Linear(nn.Linear):
 
 
 @pytest.mark.parametrize("decay", [0.99, 0.997])
-def test_averages_that_all_move_and_together_lose_over_half_of_their_way_are_a_warning(decay: float) -> None:
+def test_averages_that_lose_over_half_of_their_total_motion_are_a_warning(decay: float) -> None:
     record = trained(lambda net: by_lerp(net, HALF, decay), kind=Linear)
     assert record.updates is not None
     assert max(one.lost for one in record.updates.averages) < 0.9
@@ -171,7 +171,7 @@ def test_averages_that_all_move_and_together_lose_over_half_of_their_way_are_a_w
     assert codes(record) == [("frozen-average", "warning")] * (lost > 0.5)
 
 
-def test_an_average_that_is_kept_every_sixteenth_step_is_held_against_as_few_updates() -> None:
+def test_an_average_updated_every_sixteenth_step_is_found_and_moves() -> None:
     def kept(net: nn.Module) -> Keep:
         keep, steps = by_lerp(net, HALF, 0.5), iter(range(1000))
         return lambda: None if next(steps) % 16 else keep()
@@ -184,7 +184,7 @@ def test_an_average_that_is_kept_every_sixteenth_step_is_held_against_as_few_upd
 
 
 class Strange(torch.Tensor):
-    """Raises whatever it is asked."""
+    """Raises on every access."""
 
     @classmethod
     def __torch_function__(cls, *_: object) -> Any:
@@ -203,7 +203,7 @@ def codes(record: Record) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("way", slow_but_for([by_name], WAYS))
-def test_an_average_in_bfloat16_stands_still_and_one_that_moves_or_is_in_float32_is_healthy(way: Any) -> None:
+def test_an_average_in_bfloat16_freezes_at_a_high_decay_and_not_in_float32(way: Any) -> None:
     record = trained(lambda net: way(net, HALF, 0.999))
     assert (codes(record), record.verdict) == ([("frozen-average", "error")], "precision")
     assert record.updates is not None
@@ -225,7 +225,7 @@ def test_an_average_in_bfloat16_stands_still_and_one_that_moves_or_is_in_float32
     assert (codes(in_float32), in_float32.updates) == ([], None)
 
 
-def test_an_average_of_half_weights_is_one_too_and_says_nothing_of_weights_that_do_not_move() -> None:
+def test_an_average_of_half_weights_is_frozen_only_where_its_weights_move() -> None:
     record = trained(lambda net: by_two_ops(net, HALF, 0.999), dtype=HALF)
     assert [code for code, _ in codes(record)] == ["frozen-weights", "frozen-average"]
     assert record.findings[0].evidence["parameters"] == ["1.weight"]
@@ -234,13 +234,13 @@ def test_an_average_of_half_weights_is_one_too_and_says_nothing_of_weights_that_
     assert {"0.bias"} <= set(named) <= {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_an_average_that_a_hook_of_the_optimizer_keeps_is_known_like_one_that_the_loop_keeps() -> None:
+def test_an_average_kept_by_an_optimizer_hook_is_found_as_one_kept_by_the_loop() -> None:
     by_loop, by_hook = (trained(lambda net: by_lerp(net, HALF, 0.999), by_hook=is_hook) for is_hook in (False, True))
     assert codes(by_hook) == codes(by_loop) == [("frozen-average", "error")]
     assert (by_hook.updates, by_hook.findings) == (by_loop.updates, by_loop.findings)
 
 
-def test_an_average_of_a_generator_that_is_kept_behind_the_step_of_its_critic_is_known() -> None:
+def test_an_average_of_a_generator_updated_after_the_step_of_its_critic_is_found() -> None:
     net, critic = Net(), nn.Linear(32, 1)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (net, critic)]
     keep, goal = by_two_ops(net, HALF, 0.999), torch.randn(32, 32)
@@ -258,15 +258,15 @@ def test_an_average_of_a_generator_that_is_kept_behind_the_step_of_its_critic_is
     assert codes(diagnose(watched.record())) == [("frozen-average", "error")]
 
 
-def test_copies_that_are_overwritten_whole_are_no_averages() -> None:
+def test_copies_that_are_overwritten_whole_are_not_averages() -> None:
     record = trained(lambda net: copied(net, HALF, 0.999))
     assert (codes(record), record.updates) == ([], None)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_what_becomes_the_weight_itself_is_no_average_and_a_copy_of_it_is_one(is_own: bool) -> None:
+def test_an_average_that_replaces_the_weight_is_not_reported_and_a_separate_one_is(is_own: bool) -> None:
     def into_weights(net: nn.Module) -> Keep:
-        """As one who trains on the average, or keeps it and trains on a copy."""
+        """As a script that trains on the average, or keeps the average and trains on a copy."""
         slow = [weight.detach().clone() for weight in net.parameters()]
 
         def keep() -> None:
@@ -283,7 +283,7 @@ def test_what_becomes_the_weight_itself_is_no_average_and_a_copy_of_it_is_one(is
     assert ("frozen-average", "error") not in codes(record) or not is_own
 
 
-def test_half_weights_that_a_script_clamps_are_no_averages() -> None:
+def test_half_weights_that_a_script_clamps_are_not_averages() -> None:
     def clamped(net: nn.Module) -> Keep:
         frozen = copy.deepcopy(net).to(HALF)
 
@@ -297,7 +297,7 @@ def test_half_weights_that_a_script_clamps_are_no_averages() -> None:
     assert (codes(record), record.updates) == ([], None)
 
 
-def test_what_stretches_are_traced_ends_with_the_same_bits() -> None:
+def test_tracing_averages_changes_no_bit_of_weights_averages_or_random_numbers() -> None:
     def ended(is_watched: bool) -> list[torch.Tensor]:
         net = Net()
         optimizer, average = torch.optim.AdamW(net.parameters(), lr=1e-2), copy.deepcopy(net).to(HALF)
@@ -318,7 +318,7 @@ class Mode(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_a_mode_that_the_script_is_in_stays_the_last_one() -> None:
+def test_a_dispatch_mode_of_the_script_stays_on_top() -> None:
     net = Net()
     optimizer, mode = torch.optim.AdamW(net.parameters(), lr=1e-3), Mode()
     keep = by_two_ops(net, HALF, 0.999)
@@ -328,7 +328,7 @@ def test_a_mode_that_the_script_is_in_stays_the_last_one() -> None:
             net(torch.ones(4, 32)).square().mean().backward()
             optimizer.step()
             keep()
-            if step == 5:  # behind the sixth step a stretch is traced
+            if step == 5:  # a stretch is traced after the sixth step
                 assert len(_get_current_dispatch_mode_stack()) == 1
                 mode.__enter__()
             if step == 7:
@@ -337,7 +337,7 @@ def test_a_mode_that_the_script_is_in_stays_the_last_one() -> None:
     assert (_get_current_dispatch_mode_stack(), nn.Module.__call__) == ([], CALL)
 
 
-def test_a_script_that_raises_in_a_stretch_leaves_no_mode_behind() -> None:
+def test_a_script_that_raises_in_a_traced_stretch_leaves_no_dispatch_mode() -> None:
     net = Net()
     optimizer, keep = torch.optim.AdamW(net.parameters(), lr=1e-3), by_two_ops(net, HALF, 0.999)
     with pytest.raises(KeyError), watch(net, optimizer):  # noqa: PT012 - all of it is the script's
@@ -351,7 +351,7 @@ def test_a_script_that_raises_in_a_stretch_leaves_no_mode_behind() -> None:
     assert (_get_current_dispatch_mode_stack(), nn.Module.__call__) == ([], CALL)
 
 
-def test_an_op_that_cannot_be_done_entry_by_entry_leaves_the_others_known() -> None:
+def test_an_op_that_is_not_elementwise_hides_no_other_average() -> None:
     weight, average, other = (torch.full((8, 8), value).to(HALF) for value in (3.0, 1.0, 2.0))
     with AverageTrace({weight.shape}, {weight.untyped_storage().data_ptr()}) as trace:
         average.lerp_(weight, 0.25)
@@ -362,7 +362,7 @@ def test_an_op_that_cannot_be_done_entry_by_entry_leaves_the_others_known() -> N
 
 
 def masters_averaged(decay_at: Callable[[int], float], parts: Callable[[nn.Parameter], bool]) -> Record:
-    """Half weights with float32 masters, as apex keeps them, and a half average of those that are ``parts``."""
+    """Half weights with float32 masters, as in apex, and a half average of the weights for which ``parts`` is true."""
     net = Net().bfloat16()
     masters = [weight.detach().float().requires_grad_() for weight in net.parameters()]
     kept = [
@@ -386,7 +386,7 @@ def masters_averaged(decay_at: Callable[[int], float], parts: Callable[[nn.Param
     return diagnose(watched.record())
 
 
-def test_averages_beside_masters_have_the_names_of_the_weights_and_no_edit_of_those_is_promised() -> None:
+def test_averages_beside_masters_have_the_names_of_the_weights_and_suggest_no_edit() -> None:
     record = masters_averaged(lambda step: 0.9993, lambda weight: True)
     assert codes(record) == [("frozen-average", "error")]
     assert record.updates is not None
@@ -398,7 +398,7 @@ def test_averages_beside_masters_have_the_names_of_the_weights_and_no_edit_of_th
         "2.weight",
         "2.bias",
     }
-    # Where memory lies decides the last bits of sums: 890 or 891 of them.
+    # The memory layout decides the last bits of sums: 890 or 891 values.
     assert re.search(r"of the 89\d values that move in float32\)", record.findings[0].message)
     assert "its averages alone lose by half" in why_no_edit(record)
     shown = replace(record, command="run", script=ScriptRun("train.py"))
@@ -407,15 +407,15 @@ def test_averages_beside_masters_have_the_names_of_the_weights_and_no_edit_of_th
     assert "ampdbg explain frozen-average" in page
     assert "The share of the way of averages in float32 that those in half do not go." in whole
     lost = trained(lambda net: by_lerp(net, HALF, 0.999), HALF)
-    assert why_no_edit(lost) == ""  # whose weights are half themselves
+    assert why_no_edit(lost) == ""  # its weights are half themselves
 
 
-def test_averages_whose_decay_changes_are_held_against_the_slowest_and_no_decay_is_claimed() -> None:
+def test_a_changing_decay_is_reported_as_a_range_without_a_bound_for_one_decay() -> None:
     record = masters_averaged(lambda step: 1.0 - (1.0 + step) ** -0.75, lambda weight: True)
     assert record.updates is not None
     lost = {one.name: one.lost for one in record.updates.averages}
-    assert max(lost["0.weight"], lost["2.weight"]) < 0.1  # most of these do move
-    assert lost["1.weight"] > 0.9  # and ones, by so little, do not
+    assert max(lost["0.weight"], lost["2.weight"]) < 0.1  # most values do move
+    assert lost["1.weight"] > 0.9  # ones move too little
     (found,) = record.findings
     assert (found.code, found.severity) == ("frozen-average", "warning")
     assert "The decay went from 0" in found.message
@@ -443,7 +443,7 @@ print(float(average.weight.float().mean()))
 
 
 @pytest.mark.slow
-def test_run_says_that_ones_averaged_with_one_and_a_half_stay_ones(tmp_path: Path) -> None:
+def test_run_reports_that_an_average_of_ones_stays_at_one_in_bfloat16(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("frozen-average", "error")], 1)
     assert "that of weight (0 of the 4,096 values that move in float32)" in page

@@ -1,4 +1,4 @@
-"""The calls of real loops: no legal one is blamed, several misuses are told apart, and no trace is left."""
+"""Tests of the calls of real loops: legal calls are not blamed, misuses are told apart, and no trace is left."""
 
 import gc
 import math
@@ -27,7 +27,7 @@ rates = torch.optim.lr_scheduler
 
 @dataclass(frozen=True)
 class Turn:
-    """One iteration of a legal loop: which optimizer, and in which of the ways that are allowed."""
+    """One iteration of a legal loop: the optimizer, and which of the allowed variations it has."""
 
     optimizer: int
     scaled: bool
@@ -111,7 +111,7 @@ def test_several_misuses_are_told_apart_and_counted() -> None:
             scaler.update()
     found = [(misuse.code, misuse.step, misuse.count) for misuse in seen.misuses]
     assert found[0][:2] == ("misuse-backward-in-autocast", 0)
-    # Seen in the graph of the 1st, 2nd, 4th … backward pass only; everything else each time.
+    # Read from the graph of the 1st, 2nd, 4th … backward pass only; the rest is counted each time.
     assert found[1] == ("misuse-scaler-bfloat16", 0, 6)
     assert found[2:] == [("misuse-clip-scaled", 0, 40), ("misuse-clip-scaled", 0, 40)]
     lines = [misuse.source.line for misuse in seen.misuses if misuse.source]
@@ -140,7 +140,7 @@ class Stop(BaseException):
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), Stop()], ids=type)
-def test_everything_is_put_back_when_the_loop_raises_and_an_interrupt_is_said(error: BaseException) -> None:
+def test_torch_is_restored_when_the_loop_raises_and_an_interrupt_is_recorded(error: BaseException) -> None:
     before = state_of_torch()
     models, optimizers = two_models()
     seen = watch(models, optimizers)
@@ -188,7 +188,7 @@ def test_no_graph_loss_or_gradient_of_a_step_is_kept_alive() -> None:
     ],
     ids=["none", "in place", "unseen", "never"],
 )
-def test_gradients_are_read_only_where_they_seem_to_add_up(
+def test_gradients_are_read_only_where_they_seem_to_accumulate(
     monkeypatch: pytest.MonkeyPatch, clear: Callable[[Any], None], reads: int, blamed: int
 ) -> None:
     seen_values: list[bool] = []
@@ -213,8 +213,8 @@ def test_gradients_are_read_only_where_they_seem_to_add_up(
 
 
 def scheduler_misuses(make: Callable[[torch.optim.Optimizer], Any], *told: Any, every: int = 1) -> int:
-    """How often a scheduler is blamed that moves, told this, after each of ``every`` steps; the first three are
-    skipped, and it is made while the loop is watched, as that of a script is."""
+    """How often a scheduler is blamed that steps with ``told`` once in ``every`` steps. The scaler skips the first
+    three steps. The loop makes the scheduler while it is watched, as a script does."""
     models, [optimizer, _] = two_models()
     scaler = GradScaler("cpu", init_scale=1024.0)
     with watch(models, optimizer) as seen:
@@ -232,7 +232,7 @@ def scheduler_misuses(make: Callable[[torch.optim.Optimizer], Any], *told: Any, 
 
 
 def own_scheduler(optimizer: torch.optim.Optimizer) -> rates.LRScheduler:
-    """One that counts steps."""
+    """Counts steps."""
 
     class Own(rates.StepLR):
         def step(self, epoch: int | None = None, *rest: Any, quiet: bool = True) -> None:
@@ -242,14 +242,14 @@ def own_scheduler(optimizer: torch.optim.Optimizer) -> rates.LRScheduler:
 
 
 def own_scheduler_of_a_score(optimizer: torch.optim.Optimizer) -> rates.LRScheduler:
-    """One that calls what it is derived from without the score that it takes."""
+    """Takes a score and calls its base class without it."""
 
     class OnScore(rates.StepLR):
         def step(self, score: float) -> None:  # type: ignore[override]
             super().step()
 
         def _initial_step(self) -> None:
-            self._step_count = 1  # it begins without a score, and so without a move
+            self._step_count = 1  # the first step has no score and does not move
 
     return OnScore(optimizer, 2)
 
@@ -264,17 +264,17 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], int, int]] = 
     "of the user's own, on a score": (own_scheduler_of_a_score, (1.0,), 1, 0),
     "by a place": (lambda optimizer: rates.CosineAnnealingWarmRestarts(optimizer, 4), (0.5,), 1, 0),
 }
-"""Each with what it is given, after how many steps it moves, and how often it is blamed."""
+"""Each with its arguments, the number of steps between its moves, and how often it is blamed."""
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_only_a_scheduler_that_counts_steps_has_to_leave_out_skipped_ones(name: str) -> None:
+def test_only_a_scheduler_that_counts_steps_must_leave_out_skipped_steps(name: str) -> None:
     make, told, every, blamed = SCHEDULERS[name]
     assert scheduler_misuses(make, *told, every=every) == blamed
 
 
-def test_a_clipping_function_that_somebody_has_replaced_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clipping_function_that_the_user_replaced_is_watched_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     clipped: list[int] = []
 
     def clip(parameters: Any, max_norm: float) -> None:
@@ -291,7 +291,7 @@ def test_a_clipping_function_that_somebody_has_replaced_is_watched_too(monkeypat
     assert vars(torch.nn.utils)["clip_grad_norm_"] is clip
 
 
-def test_a_subclass_that_steps_and_unscales_by_itself_is_understood() -> None:
+def test_a_scaler_subclass_with_its_own_step_and_unscale_has_no_misuse() -> None:
     class Sharded(GradScaler):
         def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
             return super().step(optimizer, *args, **kwargs)

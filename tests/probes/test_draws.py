@@ -1,4 +1,4 @@
-"""Replays drop what the step has dropped where, as on a GPU, another dtype draws other random numbers."""
+"""Tests of random numbers in a replay: it drops and draws as the step did, also where a GPU's dtype changes them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ BEFORE = F.scaled_dot_product_attention
 
 
 def drawn(like: torch.Tensor, dtype: torch.dtype, p: float) -> torch.Tensor:
-    """The mask of a dropout that gives its random numbers to half in another order, as CUDA's does."""
+    """A dropout mask that orders its random numbers differently in half, as CUDA's does."""
     kept = torch.rand(like.numel()) >= p
     return (kept.flip(0) if dtype is torch.float16 else kept).view(like.shape)
 
@@ -63,7 +63,7 @@ def test_a_healthy_model_with_dropout_is_not_blamed(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_each_dropout_draws_as_it_did() -> None:
+def test_each_dropout_of_a_replay_uses_the_mask_of_the_step() -> None:
     known, x = Draws(), torch.ones(64)
     torch.manual_seed(0)
     with same_random_numbers(known, notes=True):
@@ -99,7 +99,7 @@ NOISES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_noise_is_that_of_the_step_as_wide_as_the_replay(
+def test_noise_has_the_values_of_the_step_in_the_dtype_of_the_replay(
     noise: Callable[[torch.Tensor], torch.Tensor], dtype: str
 ) -> None:
     known, like, wider = Draws(), torch.ones(24, dtype=torch.float16), LIFTS[dtype]
@@ -113,11 +113,11 @@ def test_noise_is_that_of_the_step_as_wide_as_the_replay(
         assert here[0].dtype is wider.get(there[0].dtype, there[0].dtype)
         assert [one.tolist() for one in here] == [one.tolist() for one in there]
     torch.manual_seed(0)
-    assert torch.equal(noise(like), there[0])  # nothing is left behind
+    assert torch.equal(noise(like), there[0])  # no patch is left
 
 
 class NamingMode(TorchDispatchMode):
-    """The ops that run while it is entered."""
+    """Records the ops that run inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class NamingMode(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_a_dropout_is_made_of_the_same_ops_in_half_as_in_fp32() -> None:
+def test_a_dropout_runs_the_same_ops_in_half_as_in_fp32() -> None:
     known, found = Draws(), list[list[str]]()
     with replaced(torch._VF, "dropout", lambda _: lambda *given: torch.native_dropout(*given)[0]):
         for dtype in (torch.float16, torch.float32):
@@ -141,7 +141,7 @@ def test_a_dropout_is_made_of_the_same_ops_in_half_as_in_fp32() -> None:
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_other_dropout_is_part_of_the_noise_of_training(
+def test_another_dropout_mask_counts_as_noise_only_if_it_depends_on_the_dtype(
     seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: seen)
@@ -150,7 +150,7 @@ def test_other_dropout_is_part_of_the_noise_of_training(
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-def test_what_a_replay_that_raised_has_noted_is_forgotten() -> None:
+def test_the_notes_of_a_replay_that_raised_are_discarded() -> None:
     known = Draws()
     with contextlib.suppress(RuntimeError), same_random_numbers(known, notes=True):
         F.dropout(torch.ones(4))
@@ -160,7 +160,7 @@ def test_what_a_replay_that_raised_has_noted_is_forgotten() -> None:
     assert (known.dtypes, known.are_noted) == ([torch.float16], True)
 
 
-def test_nothing_is_left_behind() -> None:
+def test_dropout_and_attention_are_restored_after_an_error() -> None:
     names = ("dropout", "dropout_")
     before = [getattr(torch, name) for name in names]
     with pytest.raises(RuntimeError, match="own"), same_random_numbers(Draws(), notes=True):
@@ -184,7 +184,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_attention_is_torchs_and_its_scores_are_wide(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_attention_matches_torch_with_scores_in_float32_or_wider(options: dict[str, Any], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     heads = 2 if "enable_gqa" in options else 4
     shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8))
@@ -197,10 +197,10 @@ def test_attention_is_torchs_and_its_scores_are_wide(options: dict[str, Any], dt
     torch.testing.assert_close(result, expected.to(dtype))
 
 
-def test_a_mask_beyond_half_is_lowered_with_the_rest() -> None:
+def test_a_mask_beyond_float16_is_cast_with_the_scores() -> None:
     query, mask = torch.ones(1, 1, 2, 4), torch.full((2, 2), -1e9)
     assert (attention(query, query, query, mask) == 1.0).all()
-    with torch.autocast("cpu", torch.float16):  # of rows of -inf every kernel of torch's makes zeros
+    with torch.autocast("cpu", torch.float16):  # every kernel of torch gives zeros for rows of -inf
         assert (attention(query, query, query, mask) == 0.0).all()
 
 

@@ -1,4 +1,4 @@
-"""What a run stores, computes, sums and steps in which dtype, against what was asked for; healthy twins are silent."""
+"""Tests of the dtypes in which a run stores, computes, reduces and steps, against the requested precision."""
 
 import contextlib
 import gc
@@ -80,7 +80,7 @@ def of_contract(record: Record) -> list[tuple[str, str]]:
 # The table
 
 
-def test_float32_weights_under_autocast_are_computed_with_in_half() -> None:
+def test_float32_weights_under_autocast_are_computed_in_half() -> None:
     record = trained(Net(), lowers=True)
     linears = by_kind(record)["linears"]
     assert (linears.stored, linears.computed, linears.gradients, linears.states) == (FP32, BF16, FP32, FP32)
@@ -89,7 +89,7 @@ def test_float32_weights_under_autocast_are_computed_with_in_half() -> None:
     assert from_json(to_json(record)) == record
 
 
-def test_half_weights_that_the_code_casts_up_are_computed_with_in_float32() -> None:
+def test_half_weights_that_the_code_upcasts_are_also_computed_in_float32() -> None:
     class Wide(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = nn.functional.linear(x, self.inner.weight.float(), self.inner.bias.float())
@@ -102,7 +102,7 @@ def test_half_weights_that_the_code_casts_up_are_computed_with_in_float32() -> N
 
 
 class WithState(torch.optim.SGD):
-    """Keeps a float32 master of each parameter among its states, as TransformerEngine's FusedAdam does."""
+    """Keeps a float32 master of each parameter in its state, as TransformerEngine's FusedAdam does."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -113,7 +113,7 @@ class WithState(torch.optim.SGD):
 
 
 class WithAttribute(torch.optim.SGD):
-    """Keeps them in lists of its own, as apex's FusedAdam does."""
+    """Keeps masters in lists of its own, as apex's FusedAdam does."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
@@ -121,14 +121,14 @@ class WithAttribute(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [WithState, WithAttribute])
-def test_a_master_is_found_among_the_states_and_the_attributes_of_an_optimizer(kind: Any) -> None:
+def test_masters_are_found_in_the_state_and_in_the_attributes_of_an_optimizer(kind: Any) -> None:
     record = trained(Net().to(HALF), lambda net: kind(net.parameters(), lr=1e-2))
     linears = by_kind(record)["linears"]
     assert (linears.stored, linears.masters) == (BF16, FP32)
     assert linears.states == (BF16 if kind is WithState else ())
 
 
-def test_float32_copies_that_the_optimizer_steps_are_the_masters_of_the_models_weights() -> None:
+def test_float32_copies_that_the_optimizer_steps_are_the_masters_of_half_weights() -> None:
     net = Net().to(HALF)
     masters = [parameter.detach().float().requires_grad_() for parameter in net.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-2)
@@ -143,7 +143,7 @@ def test_float32_copies_that_the_optimizer_steps_are_the_masters_of_the_models_w
 
 
 class Outer(torch.optim.AdamW):
-    """Keeps float32 masters in an optimizer of its own, or steps with one over the same weights."""
+    """Keeps float32 masters in an inner optimizer, or steps the same weights with it."""
 
     def __init__(self, params: Any, *, masters: bool) -> None:
         super().__init__(params, lr=1e-2)
@@ -162,7 +162,7 @@ class Outer(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("masters", [True, False])
-def test_masters_of_an_optimizer_inside_are_found_and_each_kind_has_one_row(*, masters: bool) -> None:
+def test_masters_of_an_inner_optimizer_are_found_and_each_kind_has_one_row(*, masters: bool) -> None:
     net = Net().to(HALF)
     record = trained(net, lambda net: Outer(net.parameters(), masters=masters))
     assert [one.kind for one in record.dtypes] == ["linears", "biases", "norms"]
@@ -173,7 +173,7 @@ def test_masters_of_an_optimizer_inside_are_found_and_each_kind_has_one_row(*, m
     assert len(record.steps) == 3
 
 
-def test_an_averaged_model_is_a_column_of_its_own() -> None:
+def test_the_dtype_of_an_averaged_model_is_recorded() -> None:
     net = Net()
     optimizer, averaged = adamw(net), AveragedModel(Net().to(HALF))
     with watch(net, optimizer) as watched:
@@ -192,9 +192,9 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("compresses", [False, True])
-def test_gradients_are_reduced_in_their_own_dtype_but_for_a_hook_that_compresses(*, compresses: bool) -> None:
+def test_ddp_reduces_gradients_in_their_dtype_unless_a_hook_compresses_them(*, compresses: bool) -> None:
     def bf16_compress_hook() -> None:
-        """torch's own of this name wants a GPU."""
+        """torch's hook of this name needs a GPU."""
 
     net = nn.parallel.DistributedDataParallel(Net())
     if compresses:
@@ -204,7 +204,7 @@ def test_gradients_are_reduced_in_their_own_dtype_but_for_a_hook_that_compresses
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("stored", [torch.float32, HALF])
-def test_the_policy_of_fsdp_says_what_is_computed_and_reduced_in(stored: torch.dtype) -> None:
+def test_the_mixed_precision_policy_of_fsdp_gives_the_computed_and_reduced_dtype(stored: torch.dtype) -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard") or not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("this torch has it elsewhere, or not for a CPU")
@@ -220,7 +220,7 @@ def test_the_policy_of_fsdp_says_what_is_computed_and_reduced_in(stored: torch.d
     assert ("half-weights" in [code for code, _ in codes(record)]) is (stored is HALF)
 
 
-# What was asked for
+# The requested precision
 
 
 def asked_of_accelerate(net: nn.Module, precision: str) -> None:
@@ -238,7 +238,7 @@ def asked_of_accelerate(net: nn.Module, precision: str) -> None:
         (torch.float32, "no", []),
     ],
 )
-def test_mixed_precision_on_half_weights_is_no_mixed_precision(
+def test_half_weights_are_a_warning_under_mixed_precision_and_an_info_without(
     stored: torch.dtype, precision: str, found: list[tuple[str, str]]
 ) -> None:
     net = Net().to(stored)
@@ -254,7 +254,7 @@ def test_mixed_precision_on_half_weights_is_no_mixed_precision(
         )
 
 
-def test_masters_or_an_optimizer_of_somebody_elses_make_half_weights_what_was_asked_for() -> None:
+def test_half_weights_with_masters_or_a_custom_step_are_accepted_in_mixed_precision() -> None:
     class Kahan(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -278,7 +278,7 @@ def test_masters_or_an_optimizer_of_somebody_elses_make_half_weights_what_was_as
 @pytest.mark.parametrize(
     ("precision", "found"), [("bf16-mixed", [("half-weights", "warning")]), ("32-true", [("half-weights", "info")])]
 )
-def test_lightning_asks_through_its_module(precision: str, found: list[tuple[str, str]]) -> None:
+def test_the_precision_of_lightning_is_read_from_its_module(precision: str, found: list[tuple[str, str]]) -> None:
     net = Net().to(HALF)
     object.__setattr__(net, "_trainer", SimpleNamespace(precision=precision))
     record = trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))
@@ -287,7 +287,7 @@ def test_lightning_asks_through_its_module(precision: str, found: list[tuple[str
     assert of_contract(trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))) == []
 
 
-def test_half_that_a_framework_drops_without_a_word_is_said_to_have_run_in_fp32() -> None:
+def test_half_precision_that_a_framework_does_not_apply_is_reported() -> None:
     net = Net()
     asked_of_accelerate(net, "fp16")
     record = trained(net)
@@ -329,7 +329,7 @@ def trained_behind(change: Callable[[nn.Module], object], net: nn.Module, each: 
     return diagnose(watched.record())
 
 
-def test_rotary_frequencies_that_are_cast_with_the_model_turn_its_angles() -> None:
+def test_rotary_frequencies_cast_with_the_model_are_reported_with_the_angle_error() -> None:
     record = trained_behind(cast, Rotary())
     assert of_contract(record) == [("rounded-buffer", "warning")]
     found = record.findings[[code for code, _ in codes(record)].index("rounded-buffer")]
@@ -347,12 +347,12 @@ def test_rotary_frequencies_of_few_positions_may_be_rounded() -> None:
 
 
 @pytest.mark.parametrize("change", [cast_parameters_alone, made_anew])
-def test_frequencies_that_stay_in_float32_or_are_made_anew_are_healthy(change: Callable[[nn.Module], None]) -> None:
+def test_rotary_frequencies_kept_or_recomputed_in_float32_are_healthy(change: Callable[[nn.Module], None]) -> None:
     assert of_contract(trained_behind(change, Rotary())) == []
 
 
 @pytest.mark.parametrize(("dtype", "found"), [(HALF, [("rounded-buffer", "warning")]), (torch.float16, [])])
-def test_running_averages_stop_short_in_bfloat16_and_hardly_in_float16(
+def test_batchnorm_averages_are_reported_when_cast_to_bfloat16_but_not_to_float16(
     dtype: torch.dtype, found: list[tuple[str, str]]
 ) -> None:
     net = Net()
@@ -363,14 +363,14 @@ def test_running_averages_stop_short_in_bfloat16_and_hardly_in_float16(
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_the_bias_of_a_router_loses_steps_where_the_loop_adds_to_it(*, is_written: bool) -> None:
+def test_a_rounded_router_bias_is_reported_only_if_the_loop_adds_to_it(*, is_written: bool) -> None:
     net = Net()
     net.register_buffer("expert_bias", torch.zeros(4))
     record = trained_behind(cast, net, lambda: is_written and net.get_buffer("expert_bias").add_(1e-3))
     assert of_contract(record) == [("rounded-buffer", "warning")] * is_written
 
 
-def test_a_cast_of_buffers_without_values_and_of_a_scripted_module_is_as_without_a_watch() -> None:
+def test_casts_of_scripted_lazy_and_meta_modules_work_while_watched() -> None:
     class Scripted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -388,7 +388,7 @@ def test_a_cast_of_buffers_without_values_and_of_a_scripted_module_is_as_without
     assert (*cast, watched.failure) == (HALF, HALF, "")
 
 
-def test_casts_are_noted_no_more_once_the_watch_has_ended_even_with_an_error() -> None:
+def test_the_patches_that_note_casts_are_removed_after_an_error() -> None:
     original, net = nn.Module._apply, Rotary()
     with pytest.raises(ZeroDivisionError), watch(net, adamw(net)):
         raise ZeroDivisionError
@@ -397,7 +397,7 @@ def test_casts_are_noted_no_more_once_the_watch_has_ended_even_with_an_error() -
     assert AveragedModel.update_parameters.__module__ == "torch.optim.swa_utils"
 
 
-def test_no_model_is_kept_alive() -> None:
+def test_the_watch_keeps_no_model_alive() -> None:
     watched = Watch(None, ()).start()
     with contextlib.closing(SimpleNamespace(close=watched.stop)):
         net = Rotary()
@@ -442,15 +442,15 @@ main()
 """
 
 
-def test_run_names_the_line_that_cast_a_buffer_and_shows_the_contract_in_a_line(tmp_path: Path) -> None:
+def test_run_names_the_line_that_cast_a_buffer_and_shows_the_dtypes_in_one_line(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(cast="net.bfloat16()", lowers=False), options=())
     assert (of_contract(record), code) == ([("rounded-buffer", "warning")], 1)
     assert "net.bfloat16()" in page
-    assert "Weights: stored, computed, gradients and states" not in page  # SGD keeps none
+    assert "Weights: stored, computed, gradients and states" not in page  # SGD has no states
     assert "Weights: stored, computed and gradients bfloat16; no FP32 masters found" in page
 
 
-def test_run_says_of_float32_weights_under_autocast_one_line_where_all_is_asked_for(tmp_path: Path) -> None:
+def test_run_shows_the_dtypes_of_float32_weights_only_in_verbose_output(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(cast="", lowers=True), options=())
     assert (codes(record), code, record.asked) == ([], 0, {"autocast": "bfloat16"})
     assert "Weights:" not in page
@@ -459,7 +459,7 @@ def test_run_says_of_float32_weights_under_autocast_one_line_where_all_is_asked_
     assert len(full.splitlines()) == len(text_of(record, CommandContext("", ""), PLAIN, "text").splitlines()) + 1
 
 
-def test_a_page_has_a_table_where_weights_are_in_half() -> None:
+def test_a_page_has_a_dtype_table_if_weights_are_in_half() -> None:
     net = Net().to(HALF)
     net.norm.float()
     net.norm.register_forward_pre_hook(lambda module, given: (given[0].float(),))
@@ -493,7 +493,7 @@ for _ in range(5):
 
 
 @pytest.mark.slow
-def test_run_finds_the_weights_whose_masters_an_optimizer_steps(tmp_path: Path) -> None:
+def test_run_finds_the_half_weights_whose_masters_the_optimizer_steps(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, MASTERS, options=())
     assert {one.kind: (one.stored, one.masters) for one in record.dtypes} == dict.fromkeys(
         ("linears", "biases", "norms"), (BF16, FP32)
@@ -540,10 +540,10 @@ for _ in range(5):
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "who"), [(LIGHTNING, "Lightning's precision"), (FABRIC, "Fabric's precision")])
 @pytest.mark.parametrize(("dtype", "found"), [("bfloat16", [("half-weights", "warning")]), ("float32", [])])
-def test_run_knows_what_lightning_and_fabric_were_asked_for(
+def test_run_knows_the_requested_precision_of_lightning_and_fabric(
     text: str, who: str, dtype: str, found: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    importlib.import_module("tests.models.torchvision_on_cpu")  # which lightning imports
+    importlib.import_module("tests.models.torchvision_on_cpu")  # lightning imports it
     pytest.importorskip("lightning")
     record, _, code = ran(tmp_path, text.format(dtype=dtype), options=())
     assert (of_contract(record), code, record.asked[who]) == (found, len(found), "bf16-mixed")

@@ -1,4 +1,4 @@
-"""Python looks for garbage behind a replay, seldom through all that there is, and afterwards as before."""
+"""Tests of garbage collection around replays: after each replay, seldom through all objects, then as before."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ def cycles() -> list[weakref.ref[Cycle]]:
     return [weakref.ref(Cycle()) for _ in range(2 * gc.get_threshold()[0])]
 
 
-def test_garbage_of_a_replay_goes_behind_it_and_collecting_goes_on_afterwards() -> None:
+def test_garbage_of_a_replay_is_collected_after_the_replay() -> None:
     with seldom_collected():
         for _ in range(3):
             with uncollected():
@@ -45,14 +45,14 @@ def looks_through_all_while_much_is_kept() -> int:
     return int(gc.get_stats()[2]["collections"] - before)
 
 
-def test_all_objects_are_looked_through_seldom_while_what_a_search_keeps_grows() -> None:
+def test_full_collections_are_seldom_while_a_search_keeps_many_objects() -> None:
     often = looks_through_all_while_much_is_kept()
     with seldom_collected():
         assert looks_through_all_while_much_is_kept() < often / 4
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_who_collects_nothing_goes_on_doing_so(raises: bool) -> None:
+def test_garbage_collection_that_the_user_disabled_stays_disabled(raises: bool) -> None:
     gc.disable()
     left = weakref.ref(Cycle())
     try:
@@ -64,7 +64,7 @@ def test_who_collects_nothing_goes_on_doing_so(raises: bool) -> None:
     assert left() is not None
 
 
-def test_an_error_within_leaves_it_as_it_was() -> None:
+def test_garbage_collection_is_restored_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), seldom_collected(), seldom_collected(), uncollected():
         raise ZeroDivisionError
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""The gradients between backward and step: their norm, and the groups that are not finite."""
+"""Tests of gradients between backward and step: their norm, and the groups that are not finite."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_the_norm_is_that_of_all_gradients_together(sizes: list[int], seed: int,
 
 
 class Tagged(torch.Tensor):
-    """As a library's own kind of tensor."""
+    """A library's own tensor subclass."""
 
 
 @pytest.mark.parametrize("side", [3, 300])
@@ -61,20 +61,20 @@ def test_the_norm_is_right_for_every_kind_of_gradient(kind: Callable[[torch.Tens
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_only_a_nonfinite_gradient_makes_the_norm_so(bad: float) -> None:
+def test_the_norm_is_nonfinite_only_if_a_gradient_is_nonfinite(bad: float) -> None:
     norm = gradient_norm(optimizer_with(torch.ones(3), torch.tensor([1.0, bad])))
     assert norm is not None
     assert not math.isfinite(float(norm))
-    norm = gradient_norm(optimizer_with(torch.full((4,), 1e30)))  # whose squares overflow float32
+    norm = gradient_norm(optimizer_with(torch.full((4,), 1e30)))  # their squares overflow float32
     assert norm is not None
     assert float(norm) == pytest.approx(2e30)
 
 
-def test_without_gradients_there_is_no_norm() -> None:
+def test_the_norm_is_none_without_gradients() -> None:
     assert gradient_norm(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
 
 
-def test_groups_are_named_with_counts_by_parameter() -> None:
+def test_nonfinite_groups_are_named_with_counts_by_parameter() -> None:
     inf, nan = math.inf, math.nan
     optimizer = optimizer_with(torch.ones(2), torch.tensor([inf, -inf, nan, 0.0]), torch.tensor([nan]).half())
     names = {id(group["params"][0]): f"layer.{i}" for i, group in enumerate(optimizer.param_groups)}
@@ -84,7 +84,7 @@ def test_groups_are_named_with_counts_by_parameter() -> None:
     )
 
 
-def test_a_sparse_gradient_is_coalesced_before_it_is_looked_at() -> None:
+def test_a_sparse_gradient_is_coalesced_before_its_values_are_counted() -> None:
     # Two halves of 40000 are finite, their sum is not.
     values = torch.full((2, 1), 40000.0, dtype=torch.float16)
     gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), values, (4, 1))
@@ -111,12 +111,12 @@ CLIPPED: dict[str, tuple[Clip, list[list[float]], list[tuple[int, str, int, int]
     ),
     "neither": (lambda *given: None, [[1.0] * 3, [INF, NAN, NAN]], [(1, "parameter 0", 1, 2)]),
 }
-"""How gradients of these values are clipped, and what is counted: exactly, where nothing was rewritten."""
+"""The clipping function, the values of the gradients, and the counts: exact where clipping rewrote nothing."""
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_where_counts_come_after_clipping_the_norms_from_before_name_the_parameter(name: str) -> None:
-    """As on a GPU, where nothing is read before it is known that the step is skipped."""
+def test_nonfinite_groups_after_clipping_are_named_by_the_norms_from_before_clipping(name: str) -> None:
+    """As on a GPU, where gradients are read only after the step is known to be skipped."""
     clip, values, expected = CLIPPED[name]
     gradients = [torch.tensor(one) for one in values]
     optimizer = optimizer_with(*gradients)
@@ -128,7 +128,7 @@ def test_where_counts_come_after_clipping_the_norms_from_before_name_the_paramet
     assert [(group.index, one.name, one.inf, one.nan) for group in found for one in group.parameters] == expected
 
 
-def test_the_norm_of_gradients_with_a_graph_adds_nothing_to_it() -> None:
+def test_the_norm_of_gradients_with_a_graph_adds_nothing_to_the_graph() -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError("something was kept for a backward pass")
 

@@ -1,4 +1,4 @@
-"""What held half tensors on a line: names, attributes, elements, and what is added to in place."""
+"""Tests of the names that held half tensors on a line: names, attributes, elements and targets of in-place adds."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Net:
 """
 
 
-def test_elements_by_a_name_and_the_target_of_an_addition_are_seen(tmp_path: Path) -> None:
+def test_elements_indexed_by_a_name_and_the_target_of_an_addition_are_seen(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(CODE)
     module: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a watcher waits for where numbers come late, as from a GPU: mostly with every number taken to be on one."""
+"""Tests of how often a watch waits for a GPU; most of them treat every number as one on a GPU."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ WEIGHT = 2.0
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many numbers each transfer from the device has brought."""
+    """Counts the numbers that each transfer from the device brings."""
     found = list[int]()
     own = tensors.to_host
 
@@ -63,10 +63,10 @@ class Loop:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_healthy_step_is_waited_for_once_at_most(reads: list[int], scaled: bool, fused: bool) -> None:
+def test_a_healthy_step_is_waited_for_at_most_once(reads: list[int], scaled: bool, fused: bool) -> None:
     loop = Loop(scaled, fused)
     with watch(loop.model, loop.optimizer) as watching:
-        reads.clear()  # the model was looked at
+        reads.clear()  # drop the reads of the model
         for number in range(40):
             loop.step()
             assert len(reads) <= number + 1
@@ -87,9 +87,7 @@ def test_a_lost_loss_is_known_in_its_own_step(reads: list[int], scaled: bool) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_lost_loss_with_finite_gradients_is_known_before_its_step_where_the_scaler_waits(
-    reads: list[int], fused: bool
-) -> None:
+def test_a_lost_loss_with_finite_gradients_is_known_early_if_the_scaler_waits(reads: list[int], fused: bool) -> None:
     loop, told = Loop(scaled=True, fused=fused), list[torch.optim.Optimizer]()
     with watch(loop.model, loop.optimizer) as watching:
         watching.lost = told.append
@@ -108,12 +106,12 @@ def recorded(loop: Loop, *gains: float) -> Watch:
 
 @pytest.mark.parametrize("change", [None, "unscales", "clips"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_groups_of_a_withheld_step_are_named(reads: list[int], change: str | None, fused: bool) -> None:
+def test_the_parameter_of_a_skipped_step_is_named(reads: list[int], change: str | None, fused: bool) -> None:
     loop = Loop(scaled=True, fused=fused and change is None)
     if change is not None:
         loop.unscales = True
         setattr(loop, change, True)
-    healthy = [1.0] * (FIRST_NORMS + 2)  # behind the first ones a scaler is trusted
+    healthy = [1.0] * (FIRST_NORMS + 2)  # after the first steps the scaler is trusted
     *_, last = recorded(loop, *healthy, math.inf).steps
     assert (last.skipped, last.grad_norm) == (True, math.inf)
     [group] = last.groups
@@ -121,7 +119,7 @@ def test_the_groups_of_a_withheld_step_are_named(reads: list[int], change: str |
     assert (parameter.name, parameter.inf + parameter.nan) == ("weight", 1)
 
 
-def test_of_many_healthy_steps_few_have_a_norm(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_of_many_healthy_steps_have_a_gradient_norm(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(scaled=True)
     with watch(loop.model, loop.optimizer) as watching:
         own: Callable[..., bool] = watching.log.wants_norm
@@ -132,16 +130,16 @@ def test_of_many_healthy_steps_few_have_a_norm(reads: list[int], monkeypatch: py
         for _ in range(2 * NORM_EVERY):
             loop.step()
     known = [step.step for step in watching.steps if step.grad_norm is not None]
-    skip = FIRST_NORMS + 2 * NORM_EVERY  # behind it they tell whether gradients come through again
+    skip = FIRST_NORMS + 2 * NORM_EVERY  # the norms after a skip tell whether gradients are finite again
     assert known == [*range(FIRST_NORMS + 1), FIRST_NORMS + NORM_EVERY, *range(skip, skip + NORM_EVERY + 1), skip + 16]
 
 
-def test_a_mark_of_what_is_at_hand_is_passed() -> None:
+def test_a_mark_of_a_cpu_tensor_is_passed() -> None:
     assert tensors.Mark(torch.ones(())).is_passed
     assert tensors.read_aside([torch.ones(()), 2.0]) == [1.0, 2.0]
 
 
-def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_while_a_cuda_graph_is_captured(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(scaled=False)
     with watch(loop.model, loop.optimizer) as watching:
         loop.step()
@@ -158,11 +156,11 @@ def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(reads: list[int], m
 STEPS = 24
 
 LOOKS = 4
-"""Of the 2nd, 4th, 8th and 16th backward pass it is read whether it starts at 1, which tells of a loop's own scale."""
+"""The 2nd, 4th, 8th and 16th backward pass are read to see whether they start at 1: else the loop scales by itself."""
 
 
 def waits(watched: bool, scaled: bool, fused: bool) -> int:
-    """How often so many healthy steps wait for the GPU."""
+    """How often the healthy steps wait for the GPU."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
@@ -197,7 +195,7 @@ def waits(watched: bool, scaled: bool, fused: bool) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_on_a_gpu_waits_once_more_than_a_bare_one_at_most(scaled: bool, fused: bool) -> None:
+def test_a_watched_step_on_a_gpu_waits_at_most_once_more_than_a_bare_one(scaled: bool, fused: bool) -> None:
     bare = waits(False, scaled, fused)
-    assert bare == (STEPS if scaled and not fused else 0)  # the control: what waits is seen
+    assert bare == (STEPS if scaled and not fused else 0)  # the control: waits are counted
     assert bare <= waits(True, scaled, fused) <= bare + STEPS + LOOKS

@@ -1,4 +1,4 @@
-"""Where the user's code makes a model: from outside of the model, the last line that its pins depend on."""
+"""Tests of the line of the user's code that makes a model: the last line outside the model that its pins depend on."""
 
 import copy
 import sys
@@ -14,7 +14,7 @@ from ampdbg.probes.models import Models, unwrapped
 
 
 class Net(nn.Module):
-    """Makes its parts in methods of its own."""
+    """Makes its layers in methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def here(back: int = 0) -> int:
-    """The line of the caller, or so many lines before it."""
+    """The line of the caller, or ``back`` lines before it."""
     return sys._getframe(1).f_lineno - back
 
 
@@ -38,21 +38,21 @@ def found(makings: Constructions, model: nn.Module, *pins: str) -> tuple[int, tu
 
 
 @pytest.mark.parametrize("pin", ["head", "body.0", "body:own", ":own", ""])
-def test_a_model_is_made_where_its_class_is_called(pin: str) -> None:
+def test_a_model_is_made_on_the_line_that_calls_its_class(pin: str) -> None:
     with Constructions() as makings:
         model = Net().train()
         line = here(1)
     assert found(makings, model, pin) == (line, ())
 
 
-def test_a_layer_alone_is_a_model_too() -> None:
+def test_a_single_layer_counts_as_a_model() -> None:
     with Constructions() as makings:
         model = nn.Linear(4, 1)
         line = here(1)
     assert found(makings, model, "") == (line, ())
 
 
-def test_a_part_that_comes_later_counts_for_the_pins_in_it() -> None:
+def test_a_layer_that_is_replaced_later_moves_the_line_of_its_pins() -> None:
     with Constructions() as makings:
         net = Net()
         made = here(1)
@@ -69,7 +69,7 @@ def changed(block: nn.Sequential) -> None:
     block[0] = nn.Linear(4, 4)
 
 
-def test_a_function_that_does_not_know_the_model_is_passed_over() -> None:
+def test_a_function_that_does_not_hold_the_model_is_skipped_for_its_caller() -> None:
     with Constructions() as makings:
         net = Net()
         changed(net.body)
@@ -77,7 +77,7 @@ def test_a_function_that_does_not_know_the_model_is_passed_over() -> None:
     assert found(makings, net, "body.0") == (line, ("net",))
 
 
-def test_of_what_was_copied_nothing_is_known() -> None:
+def test_a_copied_model_has_no_line() -> None:
     with Constructions() as makings:
         model = copy.deepcopy(Net())
     assert makings.of(model, ["head"]) is None
@@ -95,7 +95,7 @@ class Late(nn.Module):
         return self.second(self.first(x))
 
 
-def test_what_a_forward_makes_has_no_place() -> None:
+def test_a_layer_that_a_forward_makes_has_no_line() -> None:
     with Constructions() as makings:
         model = Late()
         line = here(1)
@@ -104,7 +104,7 @@ def test_what_a_forward_makes_has_no_place() -> None:
     assert found(makings, model, "first") == (line, ())
 
 
-def test_a_wrapper_counts_on_the_line_that_makes_the_model() -> None:
+def test_a_wrapper_counts_only_on_the_line_that_makes_the_model() -> None:
     with Constructions() as makings:
         first, second = Net(), nn.DataParallel(Net())
         line = here(1)
@@ -113,7 +113,7 @@ def test_a_wrapper_counts_on_the_line_that_makes_the_model() -> None:
     assert makings.of(unwrapped(second), ["head"]) == Construction(__file__, line, is_wrapped=True)
 
 
-def test_of_several_models_it_is_the_one_of_the_pins() -> None:
+def test_the_line_is_that_of_the_one_model_that_holds_the_pins() -> None:
     with Constructions() as makings:
         first, second = Net(), Net()
         line = here(1)
@@ -126,7 +126,7 @@ def test_of_several_models_it_is_the_one_of_the_pins() -> None:
     assert makings.of(whole, [":own"]) is None
 
 
-def test_it_ends_with_an_error(tmp_path: Path) -> None:
+def test_no_line_is_recorded_after_the_block_raises(tmp_path: Path) -> None:
     makings = Constructions()
     with pytest.raises(ZeroDivisionError), makings:
         raise ZeroDivisionError

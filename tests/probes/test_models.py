@@ -1,4 +1,4 @@
-"""Which models an optimizer trains, and what their parameters are called."""
+"""Tests of the models that an optimizer trains, and of the names of their parameters."""
 
 import gc
 import weakref
@@ -11,13 +11,13 @@ from ampdbg.probes.models import Models, outermost_owners, unwrapped
 
 
 def learnt(parameters: Iterable[torch.Tensor]) -> Models:
-    """The models that are found of an optimizer of these parameters."""
+    """The models that are found for an optimizer of these parameters."""
     models = Models()
     models.learn([*parameters])
     return models
 
 
-def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
+def test_the_names_of_a_single_model_have_no_prefix_also_in_wrappers() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     wrapped = nn.DataParallel(model)
     models = learnt(wrapped.parameters())
@@ -26,19 +26,19 @@ def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
     assert unwrapped(wrapped) is model
 
 
-def test_models_are_found_while_another_thread_makes_a_tuple() -> None:
+def test_models_are_found_while_a_tuple_is_being_filled() -> None:
     model = nn.Linear(2, 2)
 
     def numbers() -> Iterator[int]:
         for number in range(50):
-            if number == 20:  # by then the tuple is among the objects of the process, and still grows
+            if number == 20:  # the tuple is already among the objects of the process, and still grows
                 assert outermost_owners({id(model.weight)}) == [model]
             yield number
 
     assert len(tuple(numbers())) == 50
 
 
-def test_of_several_models_each_puts_its_own_name_before() -> None:
+def test_names_of_several_models_begin_with_the_name_of_their_model() -> None:
     class Encoder(nn.Linear):
         pass
 
@@ -49,13 +49,13 @@ def test_of_several_models_each_puts_its_own_name_before() -> None:
     assert {name for name, _ in models.named_modules()} == {"Encoder", "Encoder_"}
 
 
-def test_the_names_of_models_are_in_the_order_of_their_parameters_in_the_optimizer() -> None:
+def test_models_are_named_in_the_order_of_their_parameters_in_the_optimizer() -> None:
     def named_when_collected(moment: int) -> list[bool]:
         made: list[nn.Linear] = []
         for number in range(4):
             made.append(nn.Linear(2, 2))
             if number == moment:
-                gc.collect()  # from here on Python lists those before behind those that are made later
+                gc.collect()  # from here on Python lists earlier objects after later ones
         models = learnt([made[place].weight for place in (2, 0, 3, 1)])
         names = ("Linear", "Linear_", "Linear__", "Linear___")
         found = dict(models.named_modules())
@@ -64,13 +64,13 @@ def test_the_names_of_models_are_in_the_order_of_their_parameters_in_the_optimiz
     assert [named_when_collected(moment) for moment in range(4)] == [[True] * 4] * 4
 
 
-def test_a_part_that_is_trained_is_named_by_the_whole() -> None:
+def test_a_submodule_that_is_trained_is_named_by_the_whole_model() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     models = learnt(model[1].parameters())
     assert "1.weight" in dict(models.named_parameters())
 
 
-def test_what_was_found_is_not_kept_alive() -> None:
+def test_found_models_are_not_kept_alive() -> None:
     model = nn.Linear(2, 2)
     models, gone = learnt(model.parameters()), weakref.ref(model)
     del model
@@ -79,6 +79,6 @@ def test_what_was_found_is_not_kept_alive() -> None:
     assert list(models.named_parameters()) == []
 
 
-def test_parameters_of_no_module_have_no_name() -> None:
+def test_parameters_without_a_module_have_no_name() -> None:
     models = learnt([nn.Parameter(torch.ones(2))])
     assert list(models.named_parameters()) == []

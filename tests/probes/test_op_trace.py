@@ -1,4 +1,4 @@
-"""Op tracing: every op with its phase, module, call and exact line, and no trace of the trace."""
+"""Tests of op tracing: every op with its phase, module, call and exact line, and nothing left in the model."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from ampdbg.record.findings import CodeLine
 
 
 def line_of(code: Any, text: str) -> int:
-    """The number of the line of a function or class that holds ``text``."""
+    """The number of the line of a function or class that contains ``text``."""
     lines, first = inspect.getsourcelines(code)
     (number,) = [first + i for i, line in enumerate(lines) if text in line]
     return number
@@ -63,7 +63,7 @@ class Twice(nn.Module):
         return self.block(self.alias(x))
 
 
-def test_a_module_called_twice_is_told_call_by_call_in_both_passes() -> None:
+def test_two_calls_of_a_module_are_told_apart_in_both_passes() -> None:
     ops = traced(Twice(), torch.randn(2, 4))
     product, sine = line_of(Block, "self.inner(x)"), line_of(Block, "torch.sin")
     assert seen(ops, "addmm.default") == [("block.inner", 0, product), ("block.inner", 1, product)]
@@ -75,7 +75,7 @@ def test_a_module_called_twice_is_told_call_by_call_in_both_passes() -> None:
     }
 
 
-def test_tied_weights_leave_each_product_to_its_own_module() -> None:
+def test_products_of_tied_weights_belong_to_the_module_that_runs_them() -> None:
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
     second.weight = first.weight
     ops = traced(nn.Sequential(first, nn.ReLU(), second), torch.randn(2, 4, requires_grad=True))
@@ -102,7 +102,7 @@ def test_an_in_place_write_into_a_view_has_its_own_line_in_both_passes() -> None
     assert [line for _, _, line in seen(ops, "mul.Tensor", "backward")] == [last, write, first]
 
 
-def test_what_an_in_place_op_read_is_measured_before_it_writes() -> None:
+def test_inputs_of_an_in_place_op_are_measured_before_the_write() -> None:
     (one,) = [one for one in traced(InPlace(), torch.ones(2, 4)) if one.op == "aten.mul_.Tensor"]
     assert (one.inputs.largest, one.output.largest) == (3.0, 3.0)
     with placed(nn.Identity(), OpTrace) as trace:
@@ -126,7 +126,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_computes_the_same_call_again_in_the_forward_phase(use_reentrant: bool) -> None:
+def test_a_checkpoint_recomputes_the_same_call_in_the_forward_phase(use_reentrant: bool) -> None:
     ops = traced(Checkpointed(use_reentrant), torch.randn(2, 4, requires_grad=True))
     sine, product = line_of(Block, "torch.sin"), line_of(Block, "self.inner(x)")
     tail = line_of(Checkpointed, "torch.tan")
@@ -159,7 +159,7 @@ class Custom(nn.Module):
         return squared.add(1.0).sqrt()
 
 
-def test_a_custom_function_has_the_lines_of_its_own_two_passes() -> None:
+def test_ops_of_a_custom_function_have_the_lines_of_its_forward_and_backward() -> None:
     ops = traced(Custom(), torch.randn(2, 4))
     assert seen(ops, "pow.Tensor_Scalar") == [("", 0, line_of(Square, "x.pow(2)"))]
     assert seen(ops, "neg.default", "backward") == [("", 0, line_of(Square, ".neg()"))]
@@ -175,15 +175,15 @@ def test_ops_outside_any_module_have_their_line() -> None:
     assert seen(trace.ops, "sinh.default", "backward") == [("", 0, here)]
 
 
-def test_a_double_backward_belongs_to_the_forward_line() -> None:
+def test_a_double_backward_has_the_line_of_the_forward() -> None:
     model, x = Block(), torch.randn(2, 4, requires_grad=True)
     with placed(model, OpTrace) as trace:
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         first = len(trace.ops)
         gradient.square().sum().backward()
     sine = line_of(Block, "torch.sin")
-    # cos is the derivative of sin; its own derivative is taken on the way back through it. The first pass is no pass
-    # of a loss, which the loss scale would be in: the loss is made of what it gives.
+    # cos is the derivative of sin; the backward pass through cos gives its own derivative. The first pass counts as
+    # forward: the loss is computed from its result, so the loss scale is not in it.
     assert seen(trace.ops[:first], "cos.default") == [("", 0, sine)]
     assert seen(trace.ops[:first], "cos.default", "backward") == []
     assert ("", 0, sine) in seen(trace.ops[first:], "sin.default", "backward")
@@ -200,7 +200,7 @@ def test_the_producer_is_the_op_with_finite_inputs_and_an_infinite_output() -> N
     assert (trace.ops[-1].output.nan, trace.ops[-1].inputs.inf) == (3, 6)
 
 
-def test_a_number_counts_among_the_inputs_and_a_size_does_not() -> None:
+def test_a_scalar_counts_as_an_input_and_a_size_does_not() -> None:
     with placed(nn.Identity(), OpTrace) as trace:
         torch.zeros(2).masked_fill(torch.tensor([True, False]), -1e9)
         torch.ones(2) * 100_000
@@ -208,7 +208,7 @@ def test_a_number_counts_among_the_inputs_and_a_size_does_not() -> None:
     assert [one.inputs.largest for one in trace.ops if "ones" not in one.op][-3:] == [1e9, 100_000.0, 1.0]
 
 
-def test_memory_that_is_only_allocated_is_not_looked_at() -> None:
+def test_memory_that_is_only_allocated_is_not_measured() -> None:
     with placed(nn.Identity(), OpTrace) as trace:
         torch.empty(1000).copy_(torch.ones(1000))
         torch.empty_like(torch.ones(3))
@@ -216,7 +216,7 @@ def test_memory_that_is_only_allocated_is_not_looked_at() -> None:
     assert trace.ops[1].inputs.size == 1000
 
 
-def test_a_gradient_that_is_accumulated_names_its_parameter() -> None:
+def test_an_accumulated_gradient_names_its_parameter() -> None:
     model = Twice()
     traced(model, torch.randn(2, 4))
     ops = traced(model, torch.randn(2, 4))
@@ -243,7 +243,7 @@ def test_a_compiled_model_is_traced_eagerly_and_named() -> None:
     assert len(calls) == 1, "it is compiled again afterwards"
 
 
-def test_a_scripted_module_shows_its_ops_at_the_line_that_called_it() -> None:
+def test_ops_of_a_scripted_module_belong_to_the_module_that_calls_it() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), Block())
     ops = traced(model, torch.randn(2, 4))
     assert [module for module, _, _ in seen(ops, "addmm.default")] == ["", "1.inner"]
@@ -253,7 +253,7 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def test_nothing_is_left_after_an_exception() -> None:
+def test_hooks_are_removed_after_an_exception() -> None:
     model = Twice()
     with pytest.raises(ValueError, match="planted"), placed(model, OpTrace):
         raise ValueError("planted")
@@ -266,7 +266,7 @@ def test_nothing_is_left_after_an_exception() -> None:
     assert len(trace.ops) == count
 
 
-def test_after_a_caught_exception_the_module_is_right_again() -> None:
+def test_the_module_is_right_after_the_model_catches_an_exception() -> None:
     class Catching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -282,7 +282,7 @@ def test_after_a_caught_exception_the_module_is_right_again() -> None:
     assert [module for module, _, _ in seen(ops, "sin.default")] == [""]
 
 
-def test_tracing_changes_no_bit_of_the_gradients() -> None:
+def test_tracing_changes_no_bit_of_gradients_and_buffers() -> None:
     def gradients(trace: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(Twice(), nn.BatchNorm1d(4), nn.Dropout(0.5), Checkpointed(False), Custom())
@@ -299,7 +299,7 @@ def test_tracing_changes_no_bit_of_the_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_fake_tensor_has_no_memory_and_torch_has_nothing_to_warn_of() -> None:
+def test_a_fake_tensor_has_no_storage_and_causes_no_warning() -> None:
     with FakeTensorMode():
         assert storage_of(torch.ones(2)) == 0
     assert storage_of(torch.ones(2)) != 0
@@ -318,7 +318,7 @@ PACKAGES = {
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports what is installed in a folder of packages of its own."""
+    """Imports modules from a folder of installed packages."""
     folder = tmp_path / "site-packages"
     for name, text in PACKAGES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -330,7 +330,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 def lines_of(code: Callable[[], object], model: torch.nn.Module) -> dict[str, tuple[str, int, str]]:
-    """By the op: the file in its folder, line and function of the last that ran."""
+    """For each op, the file with its folder, the line and the function of the last run."""
     with placed(model, OpTrace) as trace:
         code()
     lines = {seen.op: seen.place.line for seen in trace.ops}
@@ -338,7 +338,7 @@ def lines_of(code: Callable[[], object], model: torch.nn.Module) -> dict[str, tu
 
 
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["as it is", "wrapped by a library of loops"])
-def test_a_line_of_a_librarys_module_is_its_own(is_prepared: bool, libraries: Callable[[str], Any]) -> None:
+def test_an_op_in_a_library_module_has_the_librarys_line(is_prepared: bool, libraries: Callable[[str], Any]) -> None:
     model = libraries("blocks").Block()
     if is_prepared:
         model = libraries("loops").prepared(model)
@@ -347,7 +347,7 @@ def test_a_line_of_a_librarys_module_is_its_own(is_prepared: bool, libraries: Ca
     assert lines["aten.mm.default"] == lines["aten.div.Tensor"] == ("blocks/losses.py", 4, "squared")
 
 
-def test_a_librarys_line_names_the_users_call_that_led_there(libraries: Callable[[str], Any]) -> None:
+def test_a_library_line_names_the_call_of_the_user_that_led_there(libraries: Callable[[str], Any]) -> None:
     model = libraries("loops").prepared(libraries("blocks").Block())
 
     def call() -> torch.Tensor:
@@ -367,7 +367,7 @@ def test_a_librarys_line_names_the_users_call_that_led_there(libraries: Callable
     assert again.called_from != first.called_from
 
 
-def test_a_line_of_the_users_module_is_the_users_and_not_that_of_a_library(libraries: Callable[[str], Any]) -> None:
+def test_an_op_that_a_user_module_runs_in_a_library_has_the_line_of_the_user(libraries: Callable[[str], Any]) -> None:
     product = libraries("maths").product
 
     class Net(torch.nn.Module):

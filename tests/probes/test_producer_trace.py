@@ -1,4 +1,4 @@
-"""Where values come from, through views, casts and copies; and where inf and NaN go that a loss leaves out."""
+"""Tests of where values come from, through views, casts and copies, and of inf and NaN that a loss leaves out."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 
 def of_the_last_producer(run: Callable[[Model, torch.Tensor], object], batch: torch.Tensor) -> Circumstances:
-    """What is known of the last op that makes inf or NaN in ``run``."""
+    """The circumstances of the last op that makes inf or NaN in ``run``."""
     model = Model(BELOW)
 
     def traced(model: nn.Module, paths: ModulePaths) -> ProducerTrace:
@@ -49,7 +49,7 @@ PRICES = torch.tensor([[1e5, 2e5, 1.0], [3.0, 7e4, 9e5]])
         lambda x: x.double().flip(0),
     ],
 )
-def test_what_is_only_moved_or_cast_is_the_batch_still(
+def test_values_that_are_only_moved_or_cast_still_belong_to_the_batch(
     moved: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
     seen = of_the_last_producer(lambda model, x: moved(x).float().half(), PRICES.to(dtype))
@@ -75,7 +75,7 @@ def beside_something_else(model: Model, batch: torch.Tensor) -> torch.Tensor:
         lambda model, x: -model.weight,
     ],
 )
-def test_what_is_computed_is_not_the_batch(computed: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
+def test_computed_values_do_not_belong_to_the_batch(computed: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
     assert of_the_last_producer(lambda model, x: computed(model, x).half(), PRICES.clone()).leaf is None
 
 
@@ -98,7 +98,7 @@ def fill_a_part(model: Model) -> torch.Tensor:
         fill_a_part,
     ],
 )
-def test_a_negative_constant_that_the_code_writes_is_one(mask: Callable[[Model], torch.Tensor]) -> None:
+def test_a_negative_constant_written_in_the_code_is_a_constant(mask: Callable[[Model], torch.Tensor]) -> None:
     assert of_the_last_producer(lambda model, x: mask(model).half(), PRICES).is_constant
 
 
@@ -110,7 +110,7 @@ def test_a_negative_constant_that_the_code_writes_is_one(mask: Callable[[Model],
         lambda model: (model.weight * 1.0)[None].expand(3, 4),
     ],
 )
-def test_what_a_model_computes_is_none_though_it_repeats(computed: Callable[[Model], torch.Tensor]) -> None:
+def test_repeated_values_of_a_parameter_are_not_a_constant(computed: Callable[[Model], torch.Tensor]) -> None:
     assert not of_the_last_producer(lambda model, x: computed(model).half(), PRICES).is_constant
 
 
@@ -124,20 +124,20 @@ WRITTEN_OUT = {
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_a_number_that_is_rounded_as_it_is_written_out_is_a_constant(name: str) -> None:
+def test_a_number_that_is_rounded_when_written_out_is_a_constant(name: str) -> None:
     refused, write = "", WRITTEN_OUT[name]
     try:
         is_constant = of_the_last_producer(lambda model, x: write(x.clamp(max=1.0).half()), PRICES).is_constant
     except RuntimeError as error:
         refused = str(error)
-    if refused:  # by torch 2.6 and 2.15, as they assign it: the error tells
+    if refused:  # torch 2.6 and 2.15 refuse the assignment with an error
         assert name in ("an index", "a slice")
         assert re.search(r"cannot be converted to type (c10|at)::Half", refused)
     else:
         assert is_constant
 
 
-def test_half_goes_below_its_lowest_number_in_a_mask_and_beyond_its_largest_in_a_sum() -> None:
+def test_a_mask_below_the_lowest_half_is_a_constant_and_an_overflowing_sum_is_not() -> None:
     limit = torch.finfo(torch.float16).max
     mask = torch.full((4,), -limit, dtype=torch.float16)
     assert of_the_last_producer(lambda model, x: mask + mask, PRICES).is_constant
@@ -151,7 +151,7 @@ def test_half_goes_below_its_lowest_number_in_a_mask_and_beyond_its_largest_in_a
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_what_stands_where_an_infinity_was_is_not_taken_for_it(is_seen: bool) -> None:
+def test_values_in_reused_memory_are_not_taken_for_an_earlier_infinity(is_seen: bool) -> None:
     with placed(Model(BELOW), ProducerTrace) as trace:
         beyond = torch.full((1024,), -3e4, dtype=torch.float16) * torch.full((1024,), 3.0, dtype=torch.float16)
         kept = beyond.exp()
@@ -182,7 +182,7 @@ AT_A_POLE: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("name", AT_A_POLE)
-def test_a_power_divides_by_zero_only_where_its_exponent_is_negative(name: str) -> None:
+def test_a_power_divides_by_zero_only_if_its_exponent_is_negative(name: str) -> None:
     run, is_at_a_pole = AT_A_POLE[name]
     assert of_the_last_producer(lambda model, batch: run(), PRICES).divides_by_zero is is_at_a_pole
 
@@ -196,7 +196,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def in_gradients(function: Function) -> tuple[list[tuple[str, str]], bool]:
-    """The ops that NaN gradients begin with, each with its pass, and whether the gradients are finite."""
+    """The first ops of NaN gradients, each with its pass, and whether the gradients are finite."""
     model = Model(SIGNS)
     with placed(model, ProducerTrace) as trace:
         loss = function(model.weight * 1.0).sum()
@@ -266,7 +266,7 @@ FAULTS: dict[str, tuple[Function, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_gradients_are_traced_to_what_the_loss_leaves_out(name: str) -> None:
+def test_nan_gradients_are_traced_to_the_ops_that_the_loss_leaves_out(name: str) -> None:
     function, expected = FAULTS[name]
     assert in_gradients(function) == (expected, False)
 
@@ -285,7 +285,7 @@ HARMLESS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_does_no_harm_to_the_gradients_is_behind_none_and_not_blamed_for_what_stands_beside_it(name: str) -> None:
+def test_ops_that_leave_the_gradients_finite_are_not_blamed_alone_or_beside_a_fault(name: str) -> None:
     def both(x: torch.Tensor) -> torch.Tensor:
         return HARMLESS[name](x).sum() + torch.where(x > 0, x.sqrt(), 0.0).sum()
 
@@ -293,7 +293,7 @@ def test_what_does_no_harm_to_the_gradients_is_behind_none_and_not_blamed_for_wh
     assert in_gradients(both) == ([("aten.sqrt.default", "forward")], False)
 
 
-def test_what_a_closed_gate_makes_zeros_of_is_behind_no_gradient() -> None:
+def test_an_op_after_a_closed_relu_is_not_blamed_for_nan_gradients() -> None:
     def gated(x: torch.Tensor) -> torch.Tensor:
         closed = (x - 10.0).relu()
         return closed.sqrt().sum() + torch.where(x > 0, x.sqrt(), 0.0).sum()
@@ -301,7 +301,7 @@ def test_what_a_closed_gate_makes_zeros_of_is_behind_no_gradient() -> None:
     assert in_gradients(gated) == ([("aten.sqrt.default", "forward")], False)
 
 
-def test_a_gradient_that_is_added_to_another_is_looked_at_too() -> None:
+def test_a_gradient_that_is_accumulated_is_traced_too() -> None:
     model = Model(SIGNS)
     with placed(model, ProducerTrace) as trace:
         (model.weight * 1.0).sum().backward()
@@ -309,7 +309,7 @@ def test_a_gradient_that_is_added_to_another_is_looked_at_too() -> None:
     assert [trace.ops[index].op for index in trace.bad.in_gradients] == ["aten.sqrt.default"]
 
 
-def test_what_stands_where_a_nan_was_is_not_taken_for_it() -> None:
+def test_values_in_reused_memory_are_not_taken_for_an_earlier_nan() -> None:
     model = Model(SIGNS)
     with placed(model, ProducerTrace) as trace:
         kept = model.weight * torch.zeros(2, 4).log().exp()
@@ -329,7 +329,7 @@ MADE_HALF: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] =
 
 
 @pytest.mark.parametrize("name", MADE_HALF)
-def test_of_a_gradient_that_is_cast_back_to_half_it_is_known_what_made_its_tensor_half(name: str) -> None:
+def test_the_op_that_made_a_tensor_half_is_known_if_its_gradient_overflows(name: str) -> None:
     computed, ops = MADE_HALF[name]
 
     def run(model: Model, batch: torch.Tensor) -> None:

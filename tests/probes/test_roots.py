@@ -1,4 +1,4 @@
-"""Of several models of a script: which object each pin's name begins with."""
+"""Tests of the names of pins for scripts with several models: the object that each name begins with."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from ampdbg.record.pins import RootModel, call_of_pins
 
 
 class Net(nn.Module):
-    """One that a script makes."""
+    """A model of a script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Net(nn.Module):
 
 
 class Critic(Net):
-    """Another."""
+    """Another model of the script."""
 
 
 FILE = Path(__file__).name
@@ -36,11 +36,11 @@ def together(*models: nn.Module) -> nn.Module:
     return found.as_one_module()
 
 
-def test_the_name_of_an_only_model_is_its_own() -> None:
+def test_the_pins_of_a_single_model_have_no_prefix() -> None:
     assert roots_of(together(Net()), ["head"], Constructions()) == ()
 
 
-def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_named_by_its_global_variable_in_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     net, critic = made(), Critic()
     monkeypatch.setattr(sys.modules["__main__"], "net_g", net, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "net_d", critic, raising=False)
@@ -52,14 +52,14 @@ def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.Monke
     assert call_of_pins(roots) == "pin_fp32(net_g=net_g, net_d=net_d)"
 
 
-def test_else_it_is_its_class() -> None:
+def test_a_model_without_a_global_variable_is_named_by_its_class() -> None:
     net, critic = made(), Critic()
     roots = roots_of(together(net, critic), ["Critic"], Constructions())
     assert roots == (RootModel("Critic", "Critic", "the model of class Critic that the script makes"),)
     assert call_of_pins(roots) == "pin_fp32(Critic=...)"
 
 
-def test_of_one_class_the_line_that_makes_it_tells_which_it_is() -> None:
+def test_instances_of_one_class_are_told_apart_by_their_creation_line() -> None:
     with Constructions() as makings:
         there = made()
         back = made()
@@ -70,7 +70,7 @@ def test_of_one_class_the_line_that_makes_it_tells_which_it_is() -> None:
     assert second == RootModel("Net_", "Net_", f"the model of class Net that line {line} of {FILE} makes")
 
 
-def test_where_nothing_tells_which_it_is_that_is_said() -> None:
+def test_instances_of_one_class_made_on_one_line_are_reported_as_ambiguous() -> None:
     with Constructions() as makings:
         both = together(*[made() for _ in range(2)])
     unknown = "one of the 2 models of class Net that the script makes; which of them is not known"
@@ -78,7 +78,7 @@ def test_where_nothing_tells_which_it_is_that_is_said() -> None:
         assert [root.what for root in roots_of(both, ["Net_.head"], known)] == [unknown]
 
 
-def test_each_has_an_argument_that_means_nothing_else() -> None:
+def test_the_argument_of_a_model_never_collides_with_another_name() -> None:
     whole = ModelGroup()
     for name in ("functools", "name", "_Net"):
         whole.add_module(name, nn.Identity())

@@ -1,7 +1,7 @@
-"""PyTorch's own scaling-parity workload, watched: training with a GradScaler ends where training without one ends.
+"""Tests of PyTorch's scaling-parity workload under a watch: a GradScaler does not change where training ends.
 
-The workload is ``_create_scaling_case`` of ``torch.testing._internal.common_cuda``; the loops below follow
-those of PyTorch's ``test_grad_scaling_*``. An inf is planted in one of four steps.
+The workload is ``_create_scaling_case`` of ``torch.testing._internal.common_cuda``; the loops follow those of
+PyTorch's ``test_grad_scaling_*``. An inf is planted in one of four steps.
 """
 
 import inspect
@@ -28,7 +28,7 @@ FLOAT_ATOL, CLIP_ATOL, HALF_ATOL = 1e-7, 1e-5, 1e-3
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer of torch.optim and the implementation of it."""
+    """An optimizer of torch.optim and its implementation."""
 
     kind: type[Optimizer]
     options: tuple[tuple[str, bool], ...] = ()
@@ -46,7 +46,7 @@ IMPLEMENTATIONS = (("foreach", False), ("foreach", True), ("fused", True))
 
 
 def variants() -> Iterator[Variant]:
-    """Every optimizer that runs the workload, in each of the implementations that it has on a CPU."""
+    """Every optimizer that runs the workload, in each implementation that it has on a CPU."""
     for name, kind in sorted(vars(torch.optim).items()):
         if not (inspect.isclass(kind) and issubclass(kind, Optimizer)) or name in {"Optimizer", *NOT_FOR_THIS_WORKLOAD}:
             continue
@@ -56,7 +56,7 @@ def variants() -> Iterator[Variant]:
 
 VARIANTS = tuple(variants())
 GENTLE = [variant for variant in VARIANTS if variant.kind is not torch.optim.RMSprop]
-"""RMSprop's first step is ten times the gradient's sign, also of one that half without a scale rounds to zero."""
+"""RMSprop's first step is ten times the gradient's sign, even if half without a scale rounds the gradient to zero."""
 
 PLAIN_SGD = [variant for variant in VARIANTS if variant.kind is torch.optim.SGD]
 
@@ -84,7 +84,7 @@ LOOPS = {
     "pickling the scaler": Loop(pickled=True),
 }
 MAX_NORM = 0.2
-"""PyTorch's: a value that has an effect on this workload."""
+"""PyTorch's value, which has an effect on this workload."""
 
 Model = nn.Sequential
 Data = list[tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ Data = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """PyTorch's scaling case: two equal models with their optimizers, the batches, the loss, the step to spoil."""
+    """PyTorch's scaling case: two equal models with their optimizers, the batches, the loss, and the step to spoil."""
 
     control: Model
     scaling: Model
@@ -114,12 +114,12 @@ def clip(model: Model, limit: float) -> None:
 
 
 def spoilt_batch(case: Case, loop: Loop) -> int:
-    """The batch whose gradients become infinite; with accumulation the last one of the first window."""
+    """The batch whose gradients become infinite; with accumulation, the last batch of the first window."""
     return 1 if loop.accumulate else case.spoilt
 
 
 def train_without(case: Case, loop: Loop, skips: bool) -> None:
-    """The control: no scaler, and the spoilt step left out."""
+    """The control: without a scaler, and without the spoilt step."""
     for i, (x, target) in enumerate(case.data):
         first_of_two = i % 2 == 0
         if not loop.accumulate or first_of_two:
@@ -173,7 +173,7 @@ def make_scaler(enabled: bool) -> torch.amp.GradScaler:
 
 
 def run(variant: Variant, loop: Loop, enabled: bool = True) -> tuple[Case, Watch, float]:
-    """Both trainings; gives the case as they left it, what the watcher saw, and the final scale."""
+    """Runs both trainings. Returns the case after them, the watch, and the final scale."""
     case = make_case(variant)
     train_without(case, loop, skips=enabled)
     with watch(case.scaling, case.scaling_optimizer) as seen:
@@ -192,7 +192,7 @@ def assert_parity(case: Case, atol: float) -> None:
 
 
 def assert_seen(case: Case, loop: Loop, enabled: bool, seen: Watch, scale: float) -> None:
-    """That the watch has seen each step, and the spoilt one skipped, and that the scale is where it must end."""
+    """Asserts that the watch saw each step, that only the spoilt one was skipped, and that the final scale is right."""
     batches = 2 if loop.accumulate else 1
     assert len(seen.steps) == len(case.data) // batches
     spoilt = [spoilt_batch(case, loop) // batches] if enabled else []
@@ -220,9 +220,9 @@ EACH = [
 
 
 @pytest.mark.parametrize(("variant", "loop", "enabled"), EACH)
-def test_a_watched_scaler_ends_where_training_without_one_ends(variant: Variant, loop: Loop, enabled: bool) -> None:
+def test_watched_scaling_ends_where_training_without_a_scaler_ends(variant: Variant, loop: Loop, enabled: bool) -> None:
     case, seen, scale = run(variant, loop, enabled)
-    # Clipping adds 1e-6 to the norm, a smaller part of a scaled one.
+    # Clipping adds 1e-6 to the norm, a smaller part of a scaled norm.
     assert_parity(case, CLIP_ATOL if loop.clip else FLOAT_ATOL)
     assert_seen(case, loop, enabled, seen, scale)
 
@@ -233,7 +233,7 @@ Policy = Callable[[], AbstractContextManager[None]]
 
 @by_policy
 @pytest.mark.parametrize("variant", slow_but_for(ONE_OF_EACH, GENTLE), ids=str)
-def test_under_half_autocast_it_ends_where_half_training_without_one_ends(variant: Variant, policy: Policy) -> None:
+def test_watched_scaling_in_float16_ends_where_training_without_a_scaler_ends(variant: Variant, policy: Policy) -> None:
     loop = Loop(half=True, half_control=True)
     with policy():
         case, seen, scale = run(variant, loop)
@@ -255,6 +255,6 @@ def test_half_training_ends_where_float32_training_ends(variant: Variant, enable
     assert_parity(case, HALF_ATOL)
 
 
-def test_the_optimizers_left_out_are_torchs() -> None:
+def test_the_excluded_optimizers_exist_in_torch() -> None:
     missing = {name for name in NOT_FOR_THIS_WORKLOAD if not hasattr(torch.optim, name)}
     assert missing <= {"Muon"}, "Muon came with torch 2.9"

@@ -1,4 +1,4 @@
-"""The shadow's trace: what FP16 would hold, where overflow starts, and float16 turned into bfloat16 on the way."""
+"""Tests of the shadow trace: the values in FP16, the start of each overflow, and bfloat16 in place of float16."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from tests.report.records import ENVIRONMENT
 
 
 def shadow_of(code: Callable[[], object], model: nn.Module | None = None) -> list[RangeSeen]:
-    """The ops of a piece of code that FP16 would hold."""
+    """The ops of ``code`` whose values FP16 would hold."""
     with bfloat16_for_float16(), placed(model or nn.Identity(), ShadowTrace) as trace:
         code()
     return trace.ranges
@@ -59,7 +59,7 @@ OVERFLOWS: dict[str, tuple[Callable[[], object], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_an_overflow_starts_where_values_go_beyond_fp16(name: str) -> None:
+def test_an_overflow_starts_where_values_exceed_fp16(name: str) -> None:
     code, expected = OVERFLOWS[name]
     assert overflows(shadow_of(code)) == expected
 
@@ -78,17 +78,17 @@ CONSTANTS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("code", CONSTANTS.values(), ids=CONSTANTS)
-def test_a_constant_of_the_users_code_starts_no_overflow(code: Callable[[], object]) -> None:
+def test_a_constant_in_the_code_starts_no_overflow(code: Callable[[], object]) -> None:
     assert "starts" not in {seen.overflow for seen in shadow_of(code)}
 
 
-def test_a_buffer_beyond_fp16_is_a_constant() -> None:
+def test_a_buffer_beyond_fp16_counts_as_a_constant() -> None:
     model = nn.Module()
     model.register_buffer("masked_bias", torch.tensor(-1e9))
     assert overflows(shadow_of(lambda: model.masked_bias.to(torch.float16), model)) == [("_to_copy", "carried")]
 
 
-def test_the_smallest_number_of_the_dtype_is_that_of_float16() -> None:
+def test_finfo_of_a_half_tensor_gives_the_limits_of_float16() -> None:
     def code() -> None:
         x = half(1.0, 2.0)
         x.masked_fill(torch.tensor([True, False]), torch.finfo(x.dtype).min)
@@ -132,7 +132,7 @@ def test_a_half_tensor_that_is_written_into_stays_half() -> None:
     assert target.tolist() == [2.0, 2.0]
 
 
-def test_an_op_that_has_no_bfloat16_kernel_is_widened() -> None:
+def test_an_op_without_a_bfloat16_kernel_is_widened() -> None:
     x, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
     (seen,) = [
         seen
@@ -163,7 +163,7 @@ MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*TRANSFORMS, *MAKERS])
-def test_fourier_transforms_and_complex_numbers_of_what_is_half_are_float32_and_their_gradients_half(name: str) -> None:
+def test_fourier_and_complex_ops_of_half_run_in_float32_with_half_gradients(name: str) -> None:
     make = {**TRANSFORMS, **MAKERS}[name]
     x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
     wide = make(x.detach().float())
@@ -181,7 +181,7 @@ def test_fourier_transforms_and_complex_numbers_of_what_is_half_are_float32_and_
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("goes_backward", [torch.Tensor.backward, torch.autograd.backward])
-def test_a_checkpoint_that_is_computed_again_transforms_in_float32_too(
+def test_a_recomputed_checkpoint_runs_fourier_transforms_in_float32(
     goes_backward: Callable[[torch.Tensor], None], use_reentrant: bool
 ) -> None:
     x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
@@ -202,14 +202,14 @@ def test_a_checkpoint_that_is_computed_again_transforms_in_float32_too(
     assert torch.equal(again, plain)
 
 
-def test_finfo_and_autocast_are_put_back_after_an_exception() -> None:
+def test_finfo_and_autocast_are_restored_after_an_exception() -> None:
     before = torch.finfo, torch.autocast.__init__
     with pytest.raises(ValueError, match="planted"), bfloat16_for_float16():
         raise ValueError("planted")
     assert (torch.finfo, torch.autocast.__init__) == before
 
 
-def test_wide_tensors_are_no_ranges() -> None:
+def test_float32_tensors_have_no_ranges() -> None:
     assert shadow_of(lambda: torch.ones(3) * 1e6) == []
 
 
@@ -224,7 +224,7 @@ def test_a_gradient_whose_terms_cancel_is_noise() -> None:
 
 
 def backward_sites(of: Callable[[torch.Tensor], torch.Tensor], *values: float) -> dict[str, Site]:
-    """Those of the backward pass of what is made of these values in half, by op."""
+    """The sites of the backward pass of ``of`` on these values in half, by op."""
     x = torch.tensor(values, requires_grad=True)
 
     def code() -> None:
@@ -234,8 +234,8 @@ def backward_sites(of: Callable[[torch.Tensor], torch.Tensor], *values: float) -
     return {site.op.split(".")[1]: site for site in sites_of(ranges) if site.phase == "backward"}
 
 
-def test_what_the_backward_pass_computes_of_the_forward_pass_alone_is_no_gradient() -> None:
-    """The sign that the gradient of ``abs`` is multiplied by is 1 at any loss scale."""
+def test_a_backward_value_of_the_forward_pass_alone_has_no_scale_limits() -> None:
+    """The gradient of ``abs`` is multiplied by a sign, which is 1 at any loss scale."""
     made = backward_sites(torch.abs, 3.0, -2.0)
     sign = made.pop("sgn")
     assert (sign.abs_max, sign.scale_ceiling, sign.scale_floor, sign.overflow) == (1.0, None, None, "")
@@ -243,7 +243,7 @@ def test_what_the_backward_pass_computes_of_the_forward_pass_alone_is_no_gradien
     assert all(site.scale_ceiling and site.scale_floor for site in made.values())
 
 
-def test_what_it_computes_so_may_overflow_at_any_loss_scale() -> None:
+def test_a_backward_value_of_the_forward_pass_may_overflow_at_any_loss_scale() -> None:
     """The gradient of ``rsqrt`` has its third power."""
     made = backward_sites(torch.rsqrt, 1e-4)
     assert (made["pow"].scale_ceiling, made["pow"].overflow) == (None, "starts")
@@ -259,7 +259,7 @@ def exponents(*values: float) -> Exponents:
     return exponents_of(tensor, magnitude_of(tensor))
 
 
-def test_exponents_are_counted_whatever_the_strides_and_zeros_and_infinities_are_not() -> None:
+def test_exponents_are_counted_for_any_strides_without_zeros_infinities_and_nan() -> None:
     assert exponents(1.0, 1.5, -2.0, 0.0, 0.25, math.inf, -math.inf, math.nan) == Exponents(-2, (1, 0, 2, 1))
     assert exponents(0.0, 0.0) == exponents(math.inf) == Exponents()
     tensor = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).bfloat16()

@@ -1,4 +1,4 @@
-"""Hooks around the steps of all optimizers, while those step."""
+"""Tests of hooks around the steps of all optimizers, also while an optimizer steps."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ def optimizer_with_a_gradient() -> torch.optim.Optimizer:
     return torch.optim.SGD([weight], lr=0.1)
 
 
-def test_they_come_and_go_while_an_optimizer_steps() -> None:
+def test_hooks_can_be_added_and_removed_while_an_optimizer_steps() -> None:
     seen: list[str] = []
 
     def comes_and_goes(*call: Any) -> None:
@@ -91,7 +91,7 @@ def noted(seen: list[tuple[str, int]], when: str, optimizer: Any, *given: Any) -
 
 @pytest.mark.parametrize("sets", SETS)
 @pytest.mark.parametrize("is_set_before", [True, False])
-def test_a_step_that_is_set_on_an_optimizer_is_called_between_hooks_and_restored(
+def test_a_step_set_on_an_optimizer_is_called_between_hooks_and_restored(
     sets: Callable[[torch.optim.Optimizer], None], is_set_before: bool
 ) -> None:
     optimizer, seen = optimizer_with_a_gradient(), list[tuple[str, int]]()
@@ -115,17 +115,17 @@ def test_a_step_that_is_set_on_an_optimizer_is_called_between_hooks_and_restored
         assert vars(optimizer)["step"] is own
 
 
-def test_a_step_that_calls_that_of_its_class_is_around_it() -> None:
+def test_a_step_that_calls_the_step_of_its_class_is_hooked_around_it() -> None:
     optimizer, seen = optimizer_with_a_gradient(), list[tuple[str, int]]()
     with hooked_steps(partial(noted, seen, "before"), partial(noted, seen, "behind")):
         around_its_class(optimizer)
         optimizer.step()
-        optimizer.step = optimizer.step  # type: ignore[method-assign]  # as one that is replaced for a while
+        optimizer.step = optimizer.step  # type: ignore[method-assign]  # as a temporary replacement
         optimizer.step()
     assert seen == [("before", 0), ("before", 1), ("behind", 1), ("behind", 0)] * 2
 
 
-def test_a_step_that_raises_is_around_no_later_one() -> None:
+def test_a_step_that_raises_does_not_count_as_around_a_later_step() -> None:
     def fails(*given: Any) -> None:
         raise ZeroDivisionError
 
@@ -139,7 +139,7 @@ def test_a_step_that_raises_is_around_no_later_one() -> None:
     assert seen == [("before", 0), ("before", 0), ("behind", 0)]
 
 
-def test_what_is_no_step_and_an_optimizer_that_nobody_holds_are_left_alone() -> None:
+def test_a_step_that_is_not_callable_is_left_alone_and_no_optimizer_is_kept_alive() -> None:
     optimizer: Any = optimizer_with_a_gradient()
     with hooked_steps(lambda *call: None):
         by_hand(optimizer)
@@ -153,7 +153,7 @@ def test_what_is_no_step_and_an_optimizer_that_nobody_holds_are_left_alone() -> 
         assert alive() is None
 
 
-def test_a_step_is_torchs_where_every_function_around_it_is() -> None:
+def test_a_step_is_torchs_only_if_every_function_around_it_is_torchs() -> None:
     optimizer = optimizer_with_a_gradient()
     inner = optimizer.step
     assert is_torchs(inner)
@@ -168,7 +168,7 @@ class Own(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_is_the_scripts_own_where_it_was_set_and_not_where_a_scheduler_counts_it() -> None:
+def test_a_step_set_by_the_script_is_named_as_its_own_and_one_of_a_scheduler_is_not() -> None:
     optimizer = Own([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     with hooked_steps(lambda *_: None, lambda *_: None):
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)

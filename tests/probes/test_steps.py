@@ -1,4 +1,4 @@
-"""What the record keeps of thousands of steps: all that is said of them, and little enough for the disk."""
+"""Tests of the steps that a record keeps of a long run: all that the report needs, within a bounded size."""
 
 import math
 from dataclasses import replace
@@ -45,7 +45,7 @@ def run(hits: list[list[GroupOverflow]], total: int) -> Record:
 
 
 def losses_of_closure(runs: list[float], device: str = "cpu") -> list[Any]:
-    """Those of a step in which 1.0 went backward before its optimizer ran the closure so often."""
+    """The losses of a step in which 1.0 went backward before its optimizer called the closure once per run."""
     step = OpenStep(backward_losses=[1.0])
     step.begin_bare(1)
     for loss in runs:
@@ -53,7 +53,7 @@ def losses_of_closure(runs: list[float], device: str = "cpu") -> list[Any]:
     return step.backward_losses
 
 
-def test_of_the_losses_of_a_closure_the_first_counts_unless_the_last_is_lost() -> None:
+def test_the_first_loss_of_a_closure_counts_unless_the_last_is_nonfinite() -> None:
     assert losses_of_closure([5.0]) == [1.0, 5.0]
     assert losses_of_closure([5.0, 4.0, 3.0]) == [1.0, 5.0]
     assert losses_of_closure([5.0, math.inf, 3.0]) == [1.0, 5.0]  # a line search may have tried too long a step
@@ -75,12 +75,12 @@ def test_thousands_of_bad_steps_of_thousands_of_parameters_stay_under_5_mb() -> 
     [(LISTED_PARAMETERS // 4, [True] * 4 + [False] * 2), (LISTED_PARAMETERS + 1, [True] + [False] * 5)],
     ids=["a quarter of those that are listed", "more than are listed, but for the first step"],
 )
-def test_few_steps_of_many_parameters_are_bounded_too(parameters: int, listed: list[bool]) -> None:
+def test_the_parameters_listed_by_few_wide_steps_are_bounded(parameters: int, listed: list[bool]) -> None:
     wide = [group(index) for index in range(parameters)]
     assert [bool(step.groups) for step in logged([wide] * 6).steps] == listed
 
 
-def test_the_diagnosis_names_the_narrowest_step_that_is_listed() -> None:
+def test_the_diagnosis_names_the_narrowest_listed_step() -> None:
     wide = [group(index) for index in range(8)]
     hits = [wide] * (LISTED_STEPS - 1) + [[group(1), group(2)]] + [[group(3)]] * LISTED_STEPS
     record = diagnose(replace(run(hits, 40), verdict="inconclusive"))
@@ -89,13 +89,13 @@ def test_the_diagnosis_names_the_narrowest_step_that_is_listed() -> None:
     assert unknown.evidence["groups"] == [group(1).name, group(2).name]
 
 
-def test_a_healthy_step_is_no_part_of_it() -> None:
+def test_healthy_steps_are_not_counted_as_left_out() -> None:
     log = logged([[], [group(1)], []])
     assert [step.groups_hit for step in log.steps] == [0, 0, 0]
     assert log.notes == ()
 
 
-def test_a_watched_loop_that_never_recovers_says_what_it_leaves_out() -> None:
+def test_a_watched_loop_that_never_recovers_notes_the_steps_left_out() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
     scaler = GradScaler("cpu")
@@ -116,7 +116,7 @@ SKIPS = {0: 65536.0, 5_003: 65536.0, 5_005: 65536.0, 19_000: 65536.0}
 
 
 def long_run(count: int, skips: dict[int, float]) -> tuple[Step, ...]:
-    """The steps that a log of a run keeps; after each of ``skips`` the scale is half of what it was for ten steps."""
+    """The steps that the log of a run keeps. After each skip the scale is half as large for ten steps."""
     log = StepLog(torch.nn.Linear(1, 1), None)
     losses = torch.linspace(2.0, 1.0, count).unbind()
     for number in range(count):
@@ -133,7 +133,7 @@ def record_of(steps: tuple[Step, ...]) -> Record:
 
 
 def same_of(whole: Record, thinned: Record) -> tuple[Record, str]:
-    """The diagnosed record and its page, which are the same of the steps that are left."""
+    """Asserts that both records give the same findings and page. Returns the diagnosed thinned record and the page."""
     found = [diagnose(record) for record in (whole, thinned)]
     assert repr(found[0].findings) == repr(found[1].findings)
     pages = [
@@ -149,7 +149,7 @@ def test_a_short_run_has_every_step() -> None:
     assert [step.step for step in steps] == list(range(MOST_STEPS - 1))
 
 
-def test_a_long_run_keeps_its_ends_and_what_is_telling_with_its_neighbours() -> None:
+def test_a_long_run_keeps_its_ends_and_its_skips_with_their_neighbours() -> None:
     count = 20_000
     steps = long_run(count, SKIPS)
     kept = {step.step: step for step in steps}
@@ -163,7 +163,7 @@ def test_a_long_run_keeps_its_ends_and_what_is_telling_with_its_neighbours() -> 
     assert len(to_json(record_of(steps))) < 600_000
 
 
-def test_what_is_said_of_it_counts_every_step() -> None:
+def test_the_report_of_a_thinned_run_counts_every_step() -> None:
     whole = tuple(
         Step(number, 2.0 - number / 20_000, 65536.0, found_inf=number in SKIPS, skipped=number in SKIPS)
         for number in range(20_000)
@@ -176,7 +176,7 @@ def test_what_is_said_of_it_counts_every_step() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_said_of_a_run_that_always_fails_counts_every_step_too() -> None:
+def test_the_report_of_a_thinned_run_that_always_fails_counts_every_step() -> None:
     count = 9_000
     whole = tuple(Step(number, math.nan, 2.0, found_inf=True, skipped=True, scaler=1) for number in range(count))
     log = StepLog(torch.nn.Linear(1, 1), None)
@@ -204,20 +204,20 @@ OWN_SCALES = {
 
 
 @pytest.mark.parametrize(("factor", "left", "norm", "skipped", "own"), OWN_SCALES.values(), ids=OWN_SCALES)
-def test_a_factor_of_the_loss_is_a_loss_scale_where_the_loop_divides_by_it_again(
+def test_a_factor_of_the_loss_is_a_loss_scale_only_if_the_loop_divides_by_it(
     factor: float, left: float, norm: float | None, skipped: bool, own: float
 ) -> None:
     log = StepLog(torch.nn.Linear(1, 1), on_step=None)
     norms = [] if norm is None else [norm]
     log.close(_open(factor, left, norms, skipped=skipped))
     assert (log.steps[0].scale, log.steps[0].loss) == (own, 3.0 * factor / own)
-    if own == factor > 1.0:  # from then on what it withholds is withheld at such a scale
+    if own == factor > 1.0:  # from then on, skipped steps are skipped at such a scale
         log.close(_open(factor + 1.0, math.inf, [], skipped=True))
         assert (log.steps[1].scale, log.steps[1].loss) == (factor + 1.0, 3.0)
 
 
 def _open(factor: float, left: float, norms: list[float], *, skipped: bool) -> OpenStep:
-    """A step of a loss of 3, which the loop has multiplied by the factor."""
+    """A step with a loss of 3, which the loop multiplied by the factor."""
     gradients = {number: Gradients(norm) for number, norm in enumerate(norms)}
     return OpenStep(
         backward_losses=[3.0 * factor], gradients=gradients, own_scale_norms=[left], factor=factor, skipped=skipped

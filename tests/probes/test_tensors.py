@@ -1,4 +1,4 @@
-"""Counting inf and NaN in batches, parameters and buffers."""
+"""Tests of counting inf and NaN in batches, parameters and buffers."""
 
 import math
 
@@ -31,14 +31,14 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @given(values=st.lists(ANY_FLOAT, max_size=40), dtype=st.sampled_from(DTYPES))
-def test_counts_agree_with_python(values: list[float], dtype: torch.dtype) -> None:
+def test_counts_of_inf_and_nan_agree_with_python(values: list[float], dtype: torch.dtype) -> None:
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
     inf, nan = sum(map(math.isinf, values)), sum(map(math.isnan, values))
     assert counts(tensor) == (inf, nan)
     assert is_finite(tensor) == (inf + nan == 0)
 
 
-def test_zero_is_no_value_and_nan_is_one() -> None:
+def test_zeros_hold_no_values_and_nan_is_a_value() -> None:
     zeros = [torch.zeros(3), -torch.zeros(2, dtype=torch.float16), torch.zeros(0), torch.zeros(2).to_sparse()]
     assert not hold_values([])
     assert not hold_values(zeros)
@@ -59,12 +59,12 @@ def test_zero_is_no_value_and_nan_is_one() -> None:
         torch.tensor([1 + 2j]),
     ],
 )
-def test_every_kind_of_tensor_can_be_asked(tensor: torch.Tensor) -> None:
+def test_every_kind_of_tensor_can_be_counted(tensor: torch.Tensor) -> None:
     assert is_finite(tensor)
     assert counts(tensor) == (0, 0)
 
 
-def test_complex_and_sparse_values_are_seen() -> None:
+def test_inf_and_nan_in_complex_and_sparse_tensors_are_seen() -> None:
     assert counts(torch.tensor([complex(math.inf, math.nan)])) == (1, 1)
     assert not is_finite(torch.tensor([[0.0, math.nan]]).to_sparse_csr())
 
@@ -95,7 +95,7 @@ def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e5m2])
-def test_what_holds_minus_infinity_beside_one_other_value_may_be_a_mask(
+def test_minus_infinity_beside_at_most_one_other_value_may_be_a_mask(
     values: list[float], is_bad: bool, dtype: torch.dtype
 ) -> None:
     assert may_be_bad(torch.tensor(values).to(dtype)) == is_bad
@@ -126,13 +126,13 @@ def test_bad_parameters_and_buffers_are_named() -> None:
         (torch.tensor(math.nan), math.nan),
     ],
 )
-def test_what_is_read_of_a_loss_is_its_value_as_it_was(tensor: torch.Tensor, value: float) -> None:
+def test_the_loss_is_read_with_its_value_before_a_later_write(tensor: torch.Tensor, value: float) -> None:
     read = scalar_of(tensor)
     tensor.zero_()
     assert to_host([read, torch.tensor(2.0), 3.0]) == pytest.approx([value, 2.0, 3.0], rel=1e-15, nan_ok=True)
 
 
-def test_a_loss_that_has_a_graph_is_read_without_it() -> None:
+def test_a_loss_that_has_a_graph_is_read_without_the_graph() -> None:
     weights = torch.ones(2, requires_grad=True)
     assert scalar_of(weights.sum()) == 2.0
     assert scalar_of(weights * 2) == 4.0

@@ -1,4 +1,4 @@
-"""Code of ours that no compiler follows."""
+"""Tests that the compiler follows no code of ampdbg."""
 
 import sys
 from pathlib import Path
@@ -47,7 +47,7 @@ class Held:
 """
 
 
-def test_all_code_that_a_module_defines_is_found_and_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_code_that_a_module_of_ampdbg_defines_is_skipped_and_no_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("ampdbg.defines")
     file = str(Path(unfollowed.__file__).with_name("defines.py"))
     monkeypatch.setitem(sys.modules, module.__name__, module)

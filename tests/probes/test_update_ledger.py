@@ -1,4 +1,4 @@
-"""What half weights get of their updates, beside float32 masters that a test steps itself; no window leaves a trace."""
+"""Tests of the updates that half weights lose, against float32 masters that a test steps; windows leave no trace."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ HALF = torch.bfloat16
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One window follows the other."""
+    """Windows follow each other without a gap."""
     monkeypatch.setattr(update_ledger, "SHARE", 1e9)
 
 
@@ -92,14 +92,14 @@ def codes(record: Record) -> list[tuple[str, str]]:
 
 
 def judged(record: Record) -> int:
-    """How many half parameters were compared with float32 masters."""
+    """The number of half parameters that were compared with float32 masters."""
     return 0 if record.updates is None else record.updates.judged
 
 
-# What stands still
+# Frozen weights
 
 
-def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float32_move() -> None:
+def test_gains_that_freeze_at_one_in_bfloat16_are_named_and_gains_in_float32_move() -> None:
     record, net = trained()
     assert int((net.norm.weight != 1).sum()) == 0
     assert record.updates is not None
@@ -117,7 +117,7 @@ def test_gains_of_ones_that_stand_still_in_bfloat16_are_named_and_those_in_float
     assert (codes(twin), twin.updates, twin.unseen.notes) == ([], None, ())
 
 
-def test_a_flat_parameter_is_compared_in_a_part_of_its_values_and_a_norm_in_all() -> None:
+def test_a_flat_parameter_is_sampled_and_a_norm_is_compared_in_full() -> None:
     flat, gains = nn.Parameter(torch.ones(1_000_000, dtype=HALF)), nn.Parameter(torch.ones(65_536, dtype=HALF))
     optimizer = torch.optim.AdamW([flat, gains], lr=1e-4)
     with watch(nn.ParameterList([flat, gains]), optimizer) as watched:
@@ -148,7 +148,7 @@ def test_a_step_with_a_closure_is_sampled_like_one_without(always: None) -> None
     assert steps == [*range(20)]
 
 
-def test_gains_that_move_at_a_larger_rate_are_healthy() -> None:
+def test_gains_that_move_at_a_larger_learning_rate_are_healthy() -> None:
     record, net = trained(make=lambda net: adamw(net, lr=3e-2))
     assert int((net.norm.weight != 1).sum()) == 64
     assert codes(record) == []
@@ -156,7 +156,7 @@ def test_gains_that_move_at_a_larger_rate_are_healthy() -> None:
 
 
 class Faint(Net):
-    """Beside them gains of ones of which the loss has hardly anything."""
+    """Also has gains of ones that the loss hardly depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Faint(Net):
         return super().forward(x) + 1e-3 * self.faint(x)
 
 
-def test_weights_that_stand_still_are_no_finding_where_the_loss_falls_as_with_float32_masters() -> None:
+def test_frozen_weights_are_not_a_finding_if_the_loss_falls_as_with_float32_masters() -> None:
     def ended(masters: bool) -> tuple[float, Record, int]:
         net = Faint().to(HALF)
         optimizer, copy = masters_beside(net, lambda those: torch.optim.SGD(those, lr=1.0))
@@ -219,13 +219,13 @@ print("moved:", int((net[1].weight != 1).sum()))
 """
 
 
-def test_run_says_unasked_that_gains_stand_still(tmp_path: Path) -> None:
+def test_run_reports_frozen_gains_without_an_option(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("frozen-weights", "error")], 1)
     assert "1.weight (0 of 64 values)" in page
 
 
-def test_run_says_nothing_of_the_same_in_float32(tmp_path: Path) -> None:
+def test_run_reports_nothing_for_the_same_gains_in_float32(tmp_path: Path) -> None:
     record, _, code = ran(tmp_path, SCRIPT.format(dtype="float32"), options=())
     assert (codes(record), code, record.updates) == ([], 0, None)
 
@@ -236,7 +236,7 @@ for _, p in net.named_parameters():
 optimizer = torch"""
 
 
-def test_run_says_that_an_upcast_did_nothing(tmp_path: Path) -> None:
+def test_run_reports_an_upcast_that_has_no_effect(tmp_path: Path) -> None:
     text = SCRIPT.replace("\noptimizer = torch", UPCAST, 1).replace("lr=1e-4", "lr=3e-2").replace("200", "20")
     record, page, code = ran(tmp_path, text.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("misuse-lost-upcast", "error")], 1)
@@ -252,8 +252,8 @@ def test_run_says_that_an_upcast_did_nothing(tmp_path: Path) -> None:
 
 
 def way_in_float32(steps: int, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> dict[str, float]:
-    """What of the way of float32 masters half weights go, in each parameter: the masters are stepped on the gradients
-    of the half weights."""
+    """The share of the way of float32 masters that half weights go, by parameter. The masters are stepped with the
+    gradients of the half weights."""
     net, make = Net().to(HALF), make or partial(torch.optim.AdamW, lr=1e-4)
     optimizer = make(net.parameters())
     masters = [parameter.detach().float().clone().requires_grad_() for parameter in net.parameters()]
@@ -273,7 +273,7 @@ def way_in_float32(steps: int, make: Callable[[Any], torch.optim.Optimizer] | No
     return ways
 
 
-def test_ten_steps_lose_what_they_lose_beside_float32_masters_of_the_test() -> None:
+def test_the_share_lost_in_ten_steps_matches_float32_masters() -> None:
     record, _ = trained(steps=10)
     ways = way_in_float32(10)
     assert record.updates is not None
@@ -282,7 +282,7 @@ def test_ten_steps_lose_what_they_lose_beside_float32_masters_of_the_test() -> N
     assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.02)
 
 
-def test_ten_steps_behind_the_first_twenty_lose_within_ten_points_what_200_steps_lose(always: None) -> None:
+def test_ten_later_steps_lose_within_ten_points_of_the_share_lost_in_200_steps(always: None) -> None:
     record, _ = trained(steps=30)
     updates = record.updates
     assert updates is not None
@@ -293,9 +293,7 @@ def test_ten_steps_behind_the_first_twenty_lose_within_ten_points_what_200_steps
 
 
 @pytest.mark.parametrize("momentum", slow_but_for([0.9], [0.0, 0.9]))
-def test_gains_that_swing_back_and_forth_under_sgd_lose_over_the_sampled_steps_what_they_lose_over_all(
-    momentum: float, always: None
-) -> None:
+def test_gains_that_oscillate_lose_the_same_share_in_sampled_steps_as_in_all(momentum: float, always: None) -> None:
     make = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
     record, _ = trained(make=lambda net: make(net.parameters()))
     assert record.updates is not None
@@ -306,21 +304,21 @@ def test_gains_that_swing_back_and_forth_under_sgd_lose_over_the_sampled_steps_w
     assert "Measured in these steps alone: others may lose more or less." in page
 
 
-def test_gains_most_of_which_have_moved_to_and_fro_do_not_stand_still(always: None) -> None:
+def test_gains_that_have_mostly_moved_back_and_forth_are_not_frozen(always: None) -> None:
     def found(gradients: Callable[[int], float]) -> tuple[list[tuple[str, str]], float | None]:
         weight = nn.Parameter(torch.ones(64, dtype=HALF))
         record = stepped(torch.optim.SGD([weight], lr=1.0), weight, [gradients(step) for step in range(120)])
         assert record.updates is not None
         return codes(record), record.updates.lost
 
-    # Now and then a large step, that the one behind the next window takes back, and a small one all the time.
+    # A large step now and then, which a step after the next window takes back, and a small one all the time.
     swings, lost = found(lambda step: 1e-3 + {0: 0.25, 1: -0.25}.get(step // 10 % 2, 0.0) * (step % 10 == 5))
     assert (swings, lost) == ([("optimizer-underflow", "warning")], 1.0)
     still, lost = found(lambda step: 1e-3)
     assert (still, lost) == ([("frozen-weights", "error")], 1.0)
 
 
-def test_a_kind_freezes_below_the_rate_that_is_forecast() -> None:
+def test_a_kind_freezes_below_the_forecast_learning_rate() -> None:
     record, _ = trained(steps=10)
     assert record.updates is not None
     rates = {kind.kind: kind.freezes_below or 0.0 for kind in record.updates.kinds}
@@ -332,7 +330,7 @@ def test_a_kind_freezes_below_the_rate_that_is_forecast() -> None:
             assert (unmoved > 0.5) == stands_still, (kind, factor, unmoved)
 
 
-# What of the weight decay, and of the second moment
+# Weight decay and the second moment
 
 
 def stepped(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradients: list[float]) -> Record:
@@ -347,7 +345,7 @@ def stepped(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradients: l
 
 
 @pytest.mark.parametrize("fused", slow_but_for([False], [False, True]))
-def test_a_weight_decay_that_is_lost_is_said_and_the_gradient_is_not_blamed(fused: bool) -> None:
+def test_a_lost_weight_decay_is_reported_without_blaming_the_gradient(fused: bool) -> None:
     def decayed(dtype: torch.dtype) -> tuple[Record, float]:
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(4096).to(dtype))
@@ -367,14 +365,14 @@ def test_a_weight_decay_that_is_lost_is_said_and_the_gradient_is_not_blamed(fuse
 
 
 @pytest.mark.parametrize("gradient", [1e-5, 0.1])
-def test_updates_by_a_second_moment_that_float16_flushes_to_zero_go_too_far(gradient: float) -> None:
+def test_updates_go_too_far_if_float16_flushes_the_second_moment_to_zero(gradient: float) -> None:
     def way(dtype: torch.dtype) -> tuple[Record, float]:
         weight = nn.Parameter(torch.ones(512).to(dtype))
         record = stepped(torch.optim.AdamW([weight], lr=1e-3, eps=1e-6, weight_decay=0.0), weight, [gradient] * 20)
         return record, float((weight.detach().float() - 1.0).norm())
 
     half, in_float32 = way(torch.float16), way(torch.float32)
-    is_zero = gradient < 1e-3  # the square is, and what it stands for is ten times eps
+    is_zero = gradient < 1e-3  # the square is flushed to zero, and the gradient is ten times eps
     assert codes(half[0]) == ([("optimizer-underflow", "error")] if is_zero else [])
     assert codes(in_float32[0]) == []
     if is_zero:
@@ -382,7 +380,7 @@ def test_updates_by_a_second_moment_that_float16_flushes_to_zero_go_too_far(grad
 
 
 @pytest.mark.slow
-def test_a_second_moment_that_sticks_is_twenty_times_that_of_float32(always: None) -> None:
+def test_a_second_moment_stuck_in_bfloat16_is_reported_with_its_factor_of_twenty(always: None) -> None:
     gradients = [1.0] * 50 + [0.01] * 3000
 
     def second(beta: float, dtype: torch.dtype) -> tuple[Record, float]:
@@ -405,7 +403,7 @@ def test_a_second_moment_that_sticks_is_twenty_times_that_of_float32(always: Non
 
 @pytest.mark.parametrize("windows", [range(390, 2000, 400), pytest.param([390, 790], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("beta", [0.999, 0.95])
-def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(
+def test_a_stuck_second_moment_is_found_from_windows_over_a_part_of_the_steps(
     windows: Sequence[int], beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = nn.Parameter(torch.ones(64, dtype=HALF))
@@ -427,7 +425,7 @@ def test_it_is_known_to_stick_where_windows_see_a_part_of_the_steps(
 
 
 @pytest.mark.parametrize("passes", slow_but_for([16, 1024], [16, 64, 256, 1024]))
-def test_what_a_sum_of_gradients_in_half_loses_is_known_from_one_step(passes: int) -> None:
+def test_the_error_of_gradients_accumulated_in_half_is_measured_from_one_step(passes: int) -> None:
     def accumulated(dtype: torch.dtype) -> tuple[Record, torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Linear(64, 64, bias=False).to(dtype)
@@ -459,11 +457,11 @@ def test_what_a_sum_of_gradients_in_half_loses_is_known_from_one_step(passes: in
     assert (codes(twin), twin.updates) == ([], None)
 
 
-# Where a float32 master exists nothing is said
+# With float32 masters, nothing is reported
 
 
 class WithMasters(torch.optim.Optimizer):
-    """Keeps its masters in its state, as TransformerEngine's FusedAdam does."""
+    """Keeps masters in its state, as TransformerEngine's FusedAdam does."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-4})
@@ -480,7 +478,7 @@ class WithMasters(torch.optim.Optimizer):
 def masters_beside(
     net: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = lambda those: torch.optim.AdamW(those, lr=1e-4)
 ) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-    """An optimizer of float32 masters, and what moves gradients to them and weights back."""
+    """An optimizer of float32 masters, and a function that copies gradients to them and weights back."""
     halves = list(net.parameters())
     masters = [nn.Parameter(half.detach().float()) for half in halves]
 
@@ -492,7 +490,7 @@ def masters_beside(
     return make(masters), copy
 
 
-def test_nothing_is_said_where_the_optimizer_steps_float32_masters() -> None:
+def test_nothing_is_reported_if_the_optimizer_steps_float32_masters() -> None:
     net = Net().to(HALF)
     optimizer, copy = masters_beside(net)
     with watch(net, optimizer) as watched:
@@ -505,7 +503,7 @@ def test_nothing_is_said_where_the_optimizer_steps_float32_masters() -> None:
             copy()
     unmoved = [float((half == old).float().mean()) for half, old in zip(net.parameters(), before, strict=True)]
     record = diagnose(watched.record())
-    assert unmoved[2] > 0.9  # the gains, of which float32 masters move
+    assert unmoved[2] > 0.9  # the gains, whose float32 masters move
     assert (codes(record), record.updates, record.unseen.notes) == ([], None, ())
 
 
@@ -526,7 +524,7 @@ class FlatMasters:
 
 
 class MainParameters:
-    """Puts float32 parameters in the place of the half ones, as Megatron's Float16OptimizerWithFloat16Params does."""
+    """Replaces the half parameters with float32 ones, as Megatron's Float16OptimizerWithFloat16Params does."""
 
     def __init__(self, net: nn.Module) -> None:
         self.inner = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -543,7 +541,7 @@ class MainParameters:
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Rounds up or down by chance, as torchao's optimizers do with ``bf16_stochastic_round``."""
+    """Rounds up or down at random, as torchao's optimizers do with ``bf16_stochastic_round``."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net.parameters(), {"lr": 1e-4})
@@ -557,7 +555,7 @@ class StochasticRounding(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("make", [FlatMasters, MainParameters, StochasticRounding])
-def test_nothing_is_said_where_a_library_keeps_masters_or_rounds_by_chance(make: Any) -> None:
+def test_nothing_is_reported_if_a_library_keeps_masters_or_rounds_stochastically(make: Any) -> None:
     net = Net().to(HALF)
     optimizer = make(net)
     with watch(net, getattr(optimizer, "inner", optimizer)) as watched:
@@ -569,7 +567,7 @@ def test_nothing_is_said_where_a_library_keeps_masters_or_rounds_by_chance(make:
     assert (codes(record), judged(record)) == ([], 0)
 
 
-def test_nothing_is_said_where_the_state_holds_masters() -> None:
+def test_nothing_is_reported_but_a_note_if_the_optimizer_state_holds_masters() -> None:
     record, _ = trained(make=lambda net: WithMasters(net.parameters()), steps=30)
     assert (codes(record), judged(record)) == ([], 0)
     why = "it may round stochastically or keep float32 copies"
@@ -583,10 +581,10 @@ FOREIGN = (f"ampdbg does not compare updates of {NAMED} with float32's: {WHY}",)
 
 
 @pytest.mark.parametrize("steps", [1, 30])
-def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back(steps: int) -> None:
+def test_nothing_is_reported_but_a_note_if_an_optimizer_hook_writes_masters_back(steps: int) -> None:
     def made(net: nn.Module) -> torch.optim.Optimizer:
         optimizer = adamw(net)
-        masters, copy = masters_beside(net)  # of which the gains are the same in half at first
+        masters, copy = masters_beside(net)  # the gains are the same in half at first
 
         def write(*given: Any) -> None:
             copy()
@@ -600,7 +598,7 @@ def test_nothing_is_said_where_a_hook_of_the_optimizer_writes_masters_back(steps
     assert (codes(record), judged(record), record.unseen.notes) == ([], 0, FOREIGN)
 
 
-def test_a_hook_that_leaves_the_weights_alone_changes_nothing_of_what_is_said() -> None:
+def test_a_hook_that_leaves_the_weights_alone_does_not_change_the_report() -> None:
     orders: list[list[str]] = []
 
     def made(net: nn.Module) -> torch.optim.Optimizer:
@@ -621,7 +619,7 @@ def test_a_hook_that_leaves_the_weights_alone_changes_nothing_of_what_is_said() 
     assert orders == [["first", "last"] * 30]
 
 
-def test_weights_that_become_nan_are_not_said_to_be_written_by_the_loop() -> None:
+def test_weights_that_become_nan_are_not_reported_as_written_by_the_loop() -> None:
     weight = nn.Parameter(torch.ones(8, dtype=HALF))
     record = stepped(torch.optim.SGD([weight], lr=0.1), weight, [1.0, math.nan, 1.0])
     assert bool(weight.isnan().all())
@@ -629,7 +627,7 @@ def test_weights_that_become_nan_are_not_said_to_be_written_by_the_loop() -> Non
 
 
 @pytest.mark.parametrize("is_torchs", [False, True])
-def test_a_step_that_is_set_on_an_optimizer_is_not_sampled_and_one_that_a_scheduler_counts_is(is_torchs: bool) -> None:
+def test_a_custom_step_set_on_an_optimizer_is_not_sampled_and_one_of_a_scheduler_is(is_torchs: bool) -> None:
     def made(net: nn.Module) -> torch.optim.Optimizer:
         optimizer: Any = adamw(net)
         if is_torchs:
@@ -647,7 +645,7 @@ def test_a_step_that_is_set_on_an_optimizer_is_not_sampled_and_one_that_a_schedu
         assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
 
-def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> None:
+def test_nothing_is_reported_but_a_note_if_the_loop_writes_the_weights() -> None:
     net = Net().to(HALF)
     optimizer, masters = adamw(net), [parameter.detach().float().clone() for parameter in net.parameters()]
     with watch(net, optimizer) as watched:
@@ -663,9 +661,9 @@ def test_nothing_is_said_where_the_loop_writes_the_weights_between_steps() -> No
 
 
 class OwnStep(torch.optim.Optimizer):
-    """Steps as Adam does without its momentum, in float32, and copies the result to the half weights: fairseq's Adam.
+    """Steps in float32 as Adam without momentum and copies the result to the half weights, as fairseq's Adam does.
 
-    Where it ``keeps`` float32 weights under whatever name, or what rounding took, that is what it steps the next time.
+    If ``keeps`` names float32 weights or the rounding error in the state, the next step starts from them.
     """
 
     def __init__(self, parameters: Any, lr: float = 5e-4, keeps: str = "") -> None:
@@ -698,7 +696,7 @@ def page_of(record: Record) -> str:
     return " ".join(text_of(record, CommandContext("", ""), PLAIN, "text").split())
 
 
-def test_half_values_that_never_change_under_an_optimizer_that_is_not_compared_are_named() -> None:
+def test_half_values_that_never_change_are_named_if_the_optimizer_is_not_compared() -> None:
     record, net = trained(steps=60, make=own())
     assert int((net.norm.weight != 1).sum()) == 0
     assert (codes(record), record.verdict, judged(record)) == ([("frozen-weights", "warning")], "precision", 0)
@@ -735,19 +733,19 @@ def gains_at_rate_zero(net: nn.Module) -> torch.optim.Optimizer:
         (own("kahan"), 60),
         (own(lr=3e-2), 60),
         (own(), 20),
-        (own(lr=1e-5), 60),  # float32 weights would not be elsewhere in half either, so soon
+        (own(lr=1e-5), 60),  # in so few steps, float32 weights would not change in half either
         (without_gradient, 60),
         (without_gains, 60),
         (gains_at_rate_zero, 60),
     ],
     ids=["masters", "kahan", "rate", "few-steps", "small-rate", "no-gradient", "not-held", "rate-0"],
 )
-def test_values_are_not_said_to_stand_still_where_they_may_rest_or_are_kept_elsewhere(make: Made, steps: int) -> None:
+def test_values_that_may_rest_or_are_kept_in_float32_are_not_reported_as_frozen(make: Made, steps: int) -> None:
     record, _ = trained(steps=steps, make=make)
     assert (codes(record), judged(record)) == ([], 0)
 
 
-def test_steps_that_are_all_skipped_say_nothing_of_values_that_stand_still() -> None:
+def test_a_loop_without_optimizer_steps_reports_no_frozen_values() -> None:
     net = Net().to(HALF)
     optimizer = OwnStep(net.parameters())
     with watch(net, optimizer) as watched:
@@ -757,7 +755,7 @@ def test_steps_that_are_all_skipped_say_nothing_of_values_that_stand_still() -> 
     assert codes(diagnose(watched.record())) == []
 
 
-def test_a_run_whose_half_weights_nobody_compares_is_healthy_but_for_that() -> None:
+def test_the_page_of_a_healthy_run_mentions_half_parameters_not_compared() -> None:
     said = "; what 5 half parameters lose of their updates was not compared with FP32."
     record, _ = trained(steps=20, make=own())
     assert (f"Healthy: none of 20 steps skipped{said}" in page_of(record), record.verdict) == (True, "healthy")
@@ -765,7 +763,7 @@ def test_a_run_whose_half_weights_nobody_compares_is_healthy_but_for_that() -> N
     assert said not in page_of(trained(torch.float32, steps=20, make=own())[0])
 
 
-def test_shares_are_said_to_be_of_the_parameters_that_were_judged_and_the_fall_of_the_loss_is_not_shared_out() -> None:
+def test_lost_shares_omit_the_loss_forecast_if_some_parameters_are_not_judged() -> None:
     def ended(is_slow: bool) -> Record:
         net = Net().to(HALF)
         optimizer = adamw(net)
@@ -777,7 +775,7 @@ def test_shares_are_said_to_be_of_the_parameters_that_were_judged_and_the_fall_o
                 loss.backward()
                 optimizer.step()
                 with torch.no_grad():
-                    for one, kept in zip(others, slow, strict=True) if is_slow else ():  # Lookahead's
+                    for one, kept in zip(others, slow, strict=True) if is_slow else ():  # as Lookahead does
                         one.copy_(kept.lerp_(one, 0.5))
         return diagnose(watched.record())
 
@@ -788,10 +786,10 @@ def test_shares_are_said_to_be_of_the_parameters_that_were_judged_and_the_fall_o
     assert "of all half weights. To first order" in ended(is_slow=False).findings[0].message
 
 
-# What it leaves as it is
+# Code of the user that stays unchanged
 
 
-def test_a_profiler_that_begins_while_a_run_is_sampled_sees_its_steps() -> None:
+def test_a_profiler_that_starts_while_a_run_is_sampled_sees_its_steps() -> None:
     called, net = torch.optim.Optimizer._optimizer_step_code, Net().to(HALF)
     optimizer = adamw(net)
     with watch(net, optimizer), torch.profiler.profile(with_stack=True) as profiled:
@@ -805,7 +803,7 @@ def test_a_profiler_that_begins_while_a_run_is_sampled_sees_its_steps() -> None:
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-    """All that a window could change, with what it is."""
+    """All tensors that a window could change, with their ids."""
     for parameter in model.parameters():
         yield id(parameter), parameter
         if parameter.grad is not None:
@@ -829,7 +827,7 @@ MAKERS: dict[str, Made] = {
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["SGD", "AdamW", "fused"], MAKERS))
-def test_a_run_that_is_sampled_ends_with_the_same_bits(kind: str, always: None) -> None:
+def test_a_sampled_run_ends_with_the_same_bits(kind: str, always: None) -> None:
     def ended(is_watched: bool) -> tuple[list[torch.Tensor], Watch]:
         net = Net().to(HALF)
         optimizer = MAKERS[kind](net)
@@ -876,14 +874,14 @@ def test_an_optimizer_that_raises_on_float32_copies_is_noted() -> None:
     assert "on float32 copies it raises AssertionError" in record.unseen.notes[0]
 
 
-def test_the_time_that_windows_take_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_ledger, "SHARE", 0.0)
     record, _ = trained(steps=60)
     assert record.updates is not None
     assert record.updates.steps == update_ledger.WINDOW
 
 
-def test_parameters_that_have_no_gradient_in_some_steps_are_sampled_in_others(always: None) -> None:
+def test_parameters_without_a_gradient_in_some_steps_are_sampled_in_others(always: None) -> None:
     net = Net().to(HALF)
     optimizer = adamw(net)
     with watch(net, optimizer) as watched:
@@ -897,7 +895,7 @@ def test_parameters_that_have_no_gradient_in_some_steps_are_sampled_in_others(al
     assert codes(record) == [("frozen-weights", "error")]
 
 
-def test_slices_of_a_large_weight_speak_for_it() -> None:
+def test_a_sample_of_a_large_weight_represents_the_whole_weight() -> None:
     net = nn.Linear(512, 256, bias=False).to(HALF)
     optimizer = adamw(net)
     with watch(net, optimizer) as watched:
@@ -923,7 +921,7 @@ def test_slices_of_a_large_weight_speak_for_it() -> None:
         ("Block", "blocks.3.gamma", "other weights"),
     ],
 )
-def test_parameters_are_grouped_as_people_read_them(module: str, name: str, kind: str) -> None:
+def test_parameters_are_grouped_by_the_kind_of_their_module(module: str, name: str, kind: str) -> None:
     assert kind_of(module, name) == kind
 
 
@@ -974,7 +972,7 @@ def scanned(folder: Path, model: str, data: str, optimizer: str, level: str = "O
     return diagnose(train(config))
 
 
-def test_what_is_lost_is_exact(tmp_path: Path) -> None:
+def test_the_lost_share_is_exact_in_a_small_case(tmp_path: Path) -> None:
     # Both weights should fall by 2**-13: too little for the one at 1, where half has steps of 2**-11 downwards.
     half = scanned(tmp_path, "Weight", "ones", "torch.optim:SGD", lr=2.0**-13).updates
     assert half is not None
@@ -987,7 +985,7 @@ def test_what_is_lost_is_exact(tmp_path: Path) -> None:
     )
 
 
-def test_an_eps_of_zero_spoils_float16_weights_and_ends_the_ledger(tmp_path: Path) -> None:
+def test_a_vanishing_eps_poisons_float16_weights_and_ends_the_ledger(tmp_path: Path) -> None:
     record = scanned(tmp_path, "Net", "data", "torch.optim:Adam", eps=1e-8)
     seen = record.updates
     assert seen is not None
@@ -997,7 +995,7 @@ def test_an_eps_of_zero_spoils_float16_weights_and_ends_the_ledger(tmp_path: Pat
     assert codes(record)[0] == ("optimizer-underflow", "error")
 
 
-def test_the_record_of_a_scan_has_it_where_no_scaler_refuses_half_gradients(tmp_path: Path) -> None:
+def test_a_scan_records_updates_unless_the_scaler_refuses_half_gradients(tmp_path: Path) -> None:
     half = scanned(tmp_path, "Net", "data", "torch.optim:SGD", lr=0.01)
     assert half.updates is not None
     assert (half.updates.steps, len(half.steps), half.misuses) == (4, 4, ())
@@ -1006,14 +1004,14 @@ def test_the_record_of_a_scan_has_it_where_no_scaler_refuses_half_gradients(tmp_
     assert (refused.autocast_error.code, refused.updates) == ("misuse-half-parameters", None)
 
 
-def test_watch_of_the_package_has_it_too() -> None:
+def test_the_public_watch_has_no_updates_without_steps() -> None:
     net = Net().to(HALF)
     with ampdbg.watch(net, adamw(net)) as watched:
         pass
     assert watched.record().updates is None
 
 
-# What is stored in which dtype
+# Stored dtypes
 
 
 def test_the_dtypes_of_each_kind_are_those_of_the_first_step() -> None:
@@ -1056,7 +1054,7 @@ Trainer(model, arguments, train_dataset=data).train()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "found"), [("bfloat16", [("frozen-weights", "error")]), ("float32", [])])
-def test_run_says_of_a_trainer_with_a_llama_in_bfloat16_that_its_norms_stand_still(
+def test_run_reports_the_frozen_norms_of_a_bfloat16_llama_in_a_trainer(
     dtype: str, found: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")

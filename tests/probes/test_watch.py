@@ -1,4 +1,4 @@
-"""Watching a training loop through its scaler: what is seen, and that nothing is changed."""
+"""Tests of watching a training loop: the recorded steps, and that nothing in the loop changes."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ def small_loop(lr: float = 0.1) -> tuple[torch.nn.Sequential, torch.optim.SGD]:
 
 
 def by_parameter(model: torch.nn.Module) -> torch.optim.SGD:
-    """A group for each parameter, which is named after it."""
+    """A group for each parameter, named after the parameter."""
     return torch.optim.SGD([{"params": [p], "name": name} for name, p in model.named_parameters()], lr=0.1)
 
 
@@ -69,7 +69,7 @@ def two_loops() -> tuple[torch.nn.ModuleList, list[torch.optim.Optimizer]]:
 
 
 def normed_loop() -> tuple[torch.nn.Sequential, torch.optim.SGD, GradScaler, torch.Tensor]:
-    """A model with a batch norm, how it trains, and the norm's running mean."""
+    """A model with a batch norm, its optimizer and scaler, and the norm's running mean."""
     norm = torch.nn.BatchNorm1d(2, affine=False)
     assert norm.running_mean is not None
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), norm, torch.nn.Linear(2, 1))
@@ -115,7 +115,7 @@ def test_healthy_and_skipped_steps_are_recorded_as_they_end(
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_the_norm_is_unscaled_and_unclipped(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_the_gradient_norm_is_unscaled_and_unclipped(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     model = small_model()
     model(torch.ones(2, 3)).square().mean().backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -129,7 +129,7 @@ def test_the_norm_is_unscaled_and_unclipped(make: Callable[[Any], torch.optim.Op
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_of_a_long_run_the_norms_of_some_healthy_steps_are_taken(clip: bool) -> None:
+def test_a_long_run_has_the_gradient_norms_of_some_healthy_steps(clip: bool) -> None:
     model, optimizer = small_loop(lr=1e-3)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=10_000)
     bad = STEPS_AT_ENDS + NORM_EVERY + 3
@@ -138,15 +138,15 @@ def test_of_a_long_run_the_norms_of_some_healthy_steps_are_taken(clip: bool) -> 
             one_step(model, optimizer, scaler, factor=math.inf if step == bad else 1.0, clip=clip)
     taken = [step.step for step in watcher.steps if step.grad_norm is not None]
     later = range(STEPS_AT_ENDS, STEPS_AT_ENDS + 3 * NORM_EVERY)
-    behind = range(bad, bad + NORM_EVERY + 1)  # whether gradients come through again
+    behind = range(bad, bad + NORM_EVERY + 1)  # whether gradients are finite again
     assert taken == [*range(STEPS_AT_ENDS), *(step for step in later if step % NORM_EVERY == 0 or step in behind)]
     assert [step.step for step in watcher.steps if step.skipped] == [bad]
-    # Clipping has made something else of them by the time that the step is withheld.
+    # Clipping has changed the gradients by the time that the step is skipped.
     assert {one.name for one in watcher.steps[bad].groups[0].parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
 @pytest.mark.parametrize("enabled", [False, None])
-def test_without_a_scaler_that_looks_at_them_all_norms_are_taken(enabled: bool | None) -> None:
+def test_every_step_has_a_gradient_norm_if_no_scaler_checks_the_gradients(enabled: bool | None) -> None:
     model, optimizer = small_loop(lr=1e-3)
     with watch(model, optimizer) as watcher:
         for _ in range(STEPS_AT_ENDS + NORM_EVERY + 2):
@@ -159,7 +159,7 @@ def test_without_a_scaler_that_looks_at_them_all_norms_are_taken(enabled: bool |
     assert all(step.grad_norm is not None for step in watcher.steps)
 
 
-def test_an_optimizer_that_is_not_watched_makes_no_step_and_its_loss_belongs_to_none() -> None:
+def test_an_optimizer_that_is_not_watched_adds_no_step_and_no_loss() -> None:
     [model, other], [optimizer, unwatched] = two_loops()
     scaler = GradScaler("cpu", init_scale=4.0)
     with watch(model, optimizer) as watcher:
@@ -171,7 +171,7 @@ def test_an_optimizer_that_is_not_watched_makes_no_step_and_its_loss_belongs_to_
     assert len(watcher.steps) == 2
 
 
-def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_beside_a_mask_after_the_last() -> None:
+def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_after_the_last() -> None:
     model, optimizer, scaler, mean = normed_loop()
     model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
     with watch(model, optimizer) as watcher:
@@ -196,7 +196,7 @@ def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_beside_a_mas
 @pytest.mark.parametrize(
     ("scales", "code"), [(True, "scale-calibration"), (False, "unknown")], ids=["a scaled penalty", "no penalty"]
 )
-def test_a_loss_that_is_made_of_scaled_gradients_is_lost_while_the_scale_settles(scales: bool, code: str) -> None:
+def test_a_nonfinite_loss_of_scaled_gradients_is_blamed_on_the_settling_scale(scales: bool, code: str) -> None:
     model = small_model()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), GradScaler("cpu", init_scale=2.0**18)
     with cuda_on_cpu(), watch(model, optimizer) as watcher:
@@ -213,13 +213,13 @@ def test_a_loss_that_is_made_of_scaled_gradients_is_lost_while_the_scale_settles
     record = watcher.record()
     assert record.scales_gradients
     assert [math.isfinite(step.loss) for step in record.steps].index(True) > 1
-    # Where the loss is made of no such gradients it is lost for another reason, whatever the scale does.
+    # A loss without such gradients is lost for another reason, whatever the scale does.
     record = replace(record, scales_gradients=scales)
     assert [finding.code for finding in diagnose(record).findings] == [code]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e38])
-def test_a_model_that_takes_gradients_by_torch_func_is_watched(factor: float) -> None:
+def test_a_model_that_takes_gradients_with_torch_func_is_watched(factor: float) -> None:
     class Pulled(torch.nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             made: torch.Tensor = super().forward(x)
@@ -235,7 +235,7 @@ def test_a_model_that_takes_gradients_by_torch_func_is_watched(factor: float) ->
 
 
 def trace_of_watching(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What a watch has its own in the place of, and the hooks."""
+    """The functions that a watch replaces, and the hooks."""
     optimizers = sys.modules["torch.optim.optimizer"]
     hooks = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
     scaler = tuple(vars(GradScaler)[name] for name in ("scale", "unscale_", "step", "update", "get_scale"))
@@ -248,8 +248,8 @@ def trace_of_watching(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("enters", [True, False])
-def test_an_interrupt_while_a_watch_begins_leaves_no_trace(enters: bool) -> None:
-    """It may come at any line of ampdbg's: who enters the watch cannot leave it then, and who starts it may stop it."""
+def test_an_interrupt_at_any_line_while_a_watch_starts_leaves_no_trace(enters: bool) -> None:
+    """After an interrupt, a user who enters the watch cannot leave it, and a user who starts it may stop it."""
     model, optimizer = small_loop()
     before = trace_of_watching(optimizer)
 
@@ -259,7 +259,7 @@ def test_an_interrupt_while_a_watch_begins_leaves_no_trace(enters: bool) -> None
         def interrupt(frame: FrameType, event: str, argument: object) -> Any:
             if not frame.f_globals.get("__name__", "").startswith("ampdbg."):
                 return None
-            # Python itself handles no signal between a lock and the block that it is held for.
+            # Python itself handles no signal between taking a lock and entering its block.
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             if event == "line" and not line.startswith("with ") and next(lines) == at:
                 raise KeyboardInterrupt
@@ -316,7 +316,7 @@ def test_weights_are_bit_identical_with_and_without_watching(
 
 
 def descends(self: torch.optim.Optimizer, closure: Any = None) -> Any:
-    """A step that is set on an optimizer itself."""
+    """A step that a test sets on an optimizer instance."""
     loss = None if closure is None else closure()
     with torch.no_grad():
         for group in self.param_groups:
@@ -331,7 +331,7 @@ def set_step(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "bare"])
 @pytest.mark.parametrize("at", [-2, -1, 0, 3], ids=["before", "before a scheduler", "inside", "later"])
-def test_a_step_that_is_set_on_an_optimizer_is_seen_once_and_writes_the_same_bits(enabled: bool, at: int) -> None:
+def test_a_step_set_on_an_optimizer_is_seen_once_and_writes_the_same_bits(enabled: bool, at: int) -> None:
     seen: list[Step] = []
 
     def trained(watched: bool) -> dict[str, torch.Tensor]:
@@ -363,7 +363,7 @@ def test_a_step_that_is_set_on_an_optimizer_is_seen_once_and_writes_the_same_bit
     assert None not in [step.grad_norm for step in seen]
 
 
-def test_a_step_with_a_closure_that_is_set_on_an_optimizer_is_seen_from_the_first() -> None:
+def test_a_step_with_a_closure_set_on_an_optimizer_is_seen_from_the_first_step() -> None:
     with Watch(None, ()) as watched:
         model, optimizer = small_loop(lr=0.01)
         set_step(optimizer)
@@ -379,7 +379,7 @@ def test_a_step_with_a_closure_that_is_set_on_an_optimizer_is_seen_from_the_firs
 
 
 class Around(torch.optim.Optimizer):
-    """Has another optimizer step inside of its own step."""
+    """Calls the step of another optimizer inside its own step."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -391,9 +391,7 @@ class Around(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "bare"])
-def test_of_an_optimizer_inside_of_another_the_outermost_that_is_watched_makes_the_step(
-    enabled: bool, follows: str
-) -> None:
+def test_the_outermost_watched_optimizer_of_nested_optimizers_makes_the_step(enabled: bool, follows: str) -> None:
     model, inner, scaler = scaled_loop()
     outer = Around(inner)
     ways: dict[str, list[torch.optim.Optimizer]] = {
@@ -412,12 +410,12 @@ def test_of_an_optimizer_inside_of_another_the_outermost_that_is_watched_makes_t
                 outer.step()
             outer.zero_grad()
     assert watched.misuses == ()
-    if follows != "the inner" or not enabled:  # a scaler is seen to withhold a step of what is watched alone
+    if follows != "the inner" or not enabled:  # a scaler is only seen to skip steps of watched optimizers
         assert [step.skipped for step in watched.steps] == [False, enabled, False]
 
 
 class ByItsScaler(Around):
-    """Holds the scaler too, and has that step what it holds; in the steps ``bare`` it steps that itself."""
+    """Also holds the scaler, which steps the inner optimizer; in the steps ``bare`` it steps the optimizer itself."""
 
     def __init__(self, inner: torch.optim.Optimizer, scaler: Any, bare: frozenset[int], clips: bool) -> None:
         super().__init__(inner)
@@ -438,7 +436,7 @@ class ByItsScaler(Around):
 @pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("bare", [(), (1, 2, 3), (3,)])
-def test_a_step_inside_which_a_scaler_steps_is_the_scalers_and_one_past_it_is_bare(
+def test_a_scaler_step_inside_a_step_counts_once_and_a_step_past_the_scaler_is_bare(
     bare: tuple[int, ...], clips: bool, follows: str
 ) -> None:
     model, inner, scaler = scaled_loop()
@@ -493,13 +491,13 @@ def bare_step(
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [False, True])
-def test_a_loop_without_a_scaler_has_steps_too(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> None:
+def test_a_loop_without_a_scaler_has_steps(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> None:
     model, seen = small_model(), list[Step]()
     loss = model(torch.ones(2, 3)).square().mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     with watch(model, make(model.parameters()), on_step=seen.append) as watcher:
         bare_step(model, next(iter(watcher.optimizers)), clip=clip)
-        # As it ends, and not with the next one.
+        # The step is recorded as it ends, not with the next step.
         [step] = seen
     assert watcher.steps == (step,)
     assert (step.scale, step.skipped, step.found_inf) == (1.0, False, False)
@@ -510,7 +508,7 @@ def test_a_loop_without_a_scaler_has_steps_too(make: Callable[[Any], torch.optim
 
 
 @pytest.mark.parametrize("is_bare", [True, False], ids=["no scaler", "a disabled scaler"])
-def test_a_step_without_an_enabled_scaler_writes_what_it_would_withhold(is_bare: bool) -> None:
+def test_without_an_enabled_scaler_a_nonfinite_step_is_written_to_the_weights(is_bare: bool) -> None:
     model = small_model()
     optimizer = by_parameter(model)
     with watch(model, optimizer) as watcher:
@@ -548,7 +546,7 @@ def test_the_loss_of_a_bare_step_is_the_sum_over_its_micro_batches() -> None:
     assert watcher.steps[0].loss == pytest.approx(small_model()(torch.ones(2, 3)).square().mean().item())
 
 
-def test_an_optimizer_that_only_makes_its_state_has_no_step() -> None:
+def test_an_optimizer_step_without_gradients_is_not_recorded() -> None:
     with Watch(None, ()) as watcher:
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -561,11 +559,11 @@ CLOSURES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
     "once": (lambda p: torch.optim.SGD(p, lr=0.1), 1),
     "many times": (lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=5), 2),
 }
-"""Optimizers that run a closure so often, at least."""
+"""Optimizers with the least number of times that they call a closure."""
 
 
 def closed_step(number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, least: int) -> float:
-    """What a step with a closure returns."""
+    """The return value of a step with a closure."""
     runs = []
 
     def closure() -> torch.Tensor:
@@ -582,7 +580,7 @@ def closed_step(number: int, model: torch.nn.Module, optimizer: torch.optim.Opti
 
 @pytest.mark.parametrize("count", [1, 2], ids=["an only optimizer", "two that take turns"])
 @pytest.mark.parametrize("name", CLOSURES)
-def test_a_closure_is_a_part_of_its_optimizers_own_step_whose_loss_is_the_first(name: str, count: int) -> None:
+def test_a_step_with_a_closure_has_the_loss_that_the_step_returns(name: str, count: int) -> None:
     make, least = CLOSURES[name]
     models = [small_model() for _ in range(count)]
     optimizers = [make(model.parameters()) for model in models]
@@ -593,7 +591,7 @@ def test_a_closure_is_a_part_of_its_optimizers_own_step_whose_loss_is_the_first(
     assert all(step.grad_norm for step in watcher.steps)
 
 
-def test_a_closure_inside_the_first_step_that_a_script_takes_is_a_part_of_it() -> None:
+def test_a_closure_in_the_first_step_of_a_script_belongs_to_that_step() -> None:
     make, least = CLOSURES["many times"]
     with Watch(None, ()) as watcher:
         model = small_model()
@@ -604,7 +602,7 @@ def test_a_closure_inside_the_first_step_that_a_script_takes_is_a_part_of_it() -
 
 
 @pytest.mark.parametrize("is_scaled", [True, False], ids=["one is scaled", "none is scaled"])
-def test_optimizers_that_take_turns_have_steps_of_their_own(is_scaled: bool) -> None:
+def test_optimizers_that_take_turns_have_separate_steps(is_scaled: bool) -> None:
     models, optimizers = two_loops()
     scaler = GradScaler("cpu", init_scale=4.0)
     with watch(models, optimizers) as watcher:
@@ -623,7 +621,7 @@ def test_optimizers_that_take_turns_have_steps_of_their_own(is_scaled: bool) -> 
     assert [[step.step for step in one.steps] for one in record.timelines] == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_optimizers_are_numbered_in_the_order_in_which_they_first_step_with_one_scaler_too() -> None:
+def test_optimizers_are_numbered_in_the_order_of_their_first_steps() -> None:
     (one, other), (first, second) = two_loops()
     scaler = GradScaler("cpu", init_scale=4.0)
     with watch(torch.nn.ModuleList([one, other]), [first, second]) as watcher:
@@ -633,25 +631,25 @@ def test_optimizers_are_numbered_in_the_order_in_which_they_first_step_with_one_
 
 
 def turns_of(watcher: Watch) -> list[tuple[int, int, float]]:
-    """The optimizer and the iteration of each step, with its loss."""
+    """The optimizer, the iteration and the loss of each step."""
     return [(step.optimizer, step.iteration, step.loss) for step in watcher.steps]
 
 
 def weights_and_optimizers() -> tuple[torch.nn.ModuleList, list[torch.optim.Optimizer]]:
-    """Two weights that have an optimizer each."""
+    """Two weights with an optimizer each."""
     models = [torch.nn.Linear(1, 1, bias=False) for _ in "ab"]
     return torch.nn.ModuleList(models), [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
 
 def loss_of(model: Any, value: float) -> torch.Tensor:
-    """A loss of this value, and so is the gradient of the weight."""
+    """A loss of this value, which is also the gradient of the weight."""
     made: torch.Tensor = (model.weight - model.weight.detach() + 1.0).sum() * value
     return made
 
 
 @pytest.mark.parametrize("order", ["in turns", "after both backward passes"])
 @pytest.mark.parametrize("scalers", [0, 1, 2])
-def test_each_optimizer_has_steps_with_its_own_loss_norm_and_skips(order: str, scalers: int) -> None:
+def test_each_optimizer_has_its_own_loss_gradient_norm_and_skips(order: str, scalers: int) -> None:
     models, optimizers = weights_and_optimizers()
     made = [GradScaler("cpu", init_scale=4.0) for _ in range(scalers)]
     of = [made[0], made[-1]] if made else [GradScaler("cpu", enabled=False)] * 2
@@ -675,7 +673,7 @@ def test_each_optimizer_has_steps_with_its_own_loss_norm_and_skips(order: str, s
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-def test_an_optimizer_that_steps_in_every_third_iteration_has_the_losses_since(scaled: bool) -> None:
+def test_an_optimizer_that_steps_every_third_iteration_has_the_sum_of_their_losses(scaled: bool) -> None:
     models, optimizers = weights_and_optimizers()
     scaler = GradScaler("cpu", init_scale=4.0, enabled=scaled)
     with watch(models, optimizers) as watcher:
@@ -690,7 +688,7 @@ def test_an_optimizer_that_steps_in_every_third_iteration_has_the_losses_since(s
     assert turns_of(watcher) == [*every[:3], third[0], *every[3:], third[1]]
 
 
-def test_optimizers_of_which_one_has_a_loss_more_have_steps_of_their_own() -> None:
+def test_optimizers_with_different_backward_passes_have_separate_steps() -> None:
     models, optimizers = weights_and_optimizers()
     with watch(models, optimizers) as watcher:
         for _ in range(2):
@@ -702,7 +700,7 @@ def test_optimizers_of_which_one_has_a_loss_more_have_steps_of_their_own() -> No
     assert turns_of(watcher) == [(0, 0, 3.0), (1, 0, 13.0), (0, 1, 3.0), (1, 1, 13.0)]
 
 
-def test_an_unscaled_step_between_the_scalers_step_and_its_update_is_one_of_its_own() -> None:
+def test_an_unscaled_step_between_scaler_step_and_update_is_a_separate_step() -> None:
     models, optimizers = two_loops()
     scaler = GradScaler("cpu", init_scale=4.0)
     with watch(models, optimizers) as watcher:
@@ -719,7 +717,7 @@ def test_an_unscaled_step_between_the_scalers_step_and_its_update_is_one_of_its_
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_loss_that_is_lost_and_given_up_with_its_gradients_is_a_step_that_was_skipped(is_last: bool) -> None:
+def test_a_nonfinite_loss_whose_step_the_loop_leaves_out_is_a_skipped_step(is_last: bool) -> None:
     model, optimizer = small_loop()
     with watch(model, optimizer) as watcher:
         for step in range(4):
@@ -734,8 +732,8 @@ def test_a_loss_that_is_lost_and_given_up_with_its_gradients_is_a_step_that_was_
     ]
 
 
-def test_a_first_pass_whose_gradients_a_loop_always_clears_is_no_step_where_it_is_lost() -> None:
-    """Sharpness-aware minimization moves the weights by gradients of a first pass, and steps on those of a second."""
+def test_a_nonfinite_first_pass_whose_gradients_the_loop_always_clears_is_not_a_step() -> None:
+    """Sharpness-aware minimization moves the weights by the gradients of one pass and steps on those of another."""
     model, optimizer = small_loop()
     with watch(model, optimizer) as watcher:
         for step in range(4):
@@ -748,7 +746,7 @@ def test_a_first_pass_whose_gradients_a_loop_always_clears_is_no_step_where_it_i
     ]
 
 
-def test_steps_tell_their_scalers_apart() -> None:
+def test_each_step_records_its_scaler() -> None:
     model = small_model()
     optimizer, scalers = torch.optim.SGD(model.parameters(), lr=0.1), [GradScaler("cpu", init_scale=4.0) for _ in "ab"]
     with watch(model, optimizer) as watcher:
@@ -759,7 +757,7 @@ def test_steps_tell_their_scalers_apart() -> None:
     assert (off, 0 in (first, second)) == (0, False)
 
 
-def test_the_record_of_a_loop_can_be_diagnosed_and_rendered() -> None:
+def test_the_record_of_a_watched_loop_can_be_diagnosed_and_rendered() -> None:
     model = small_model()
     optimizer = by_parameter(model)
     scaler = GradScaler("cpu", init_scale=1024.0)
@@ -778,7 +776,7 @@ def test_the_record_of_a_loop_can_be_diagnosed_and_rendered() -> None:
 
 
 TOUCHES = ("nothing", "unscale", "unscale and clip norm", "unscale and clip values", "unscale and zero", "clip norm")
-"""What a loop does between ``backward`` and ``step``."""
+"""Changes that a loop makes to gradients between ``backward`` and ``step``."""
 
 
 def touch(how: str, scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
@@ -795,7 +793,7 @@ def touch(how: str, scaler: GradScaler, optimizer: torch.optim.Optimizer, model:
 
 
 def overflowing_step(how: str, enabled: bool, bad: float, micro_batches: int) -> Step:
-    """A step of which five elements of one gradient out of four are ``bad``, in its last micro-batch."""
+    """A step with ``bad`` in five elements of one of its four gradients, in the last micro-batch."""
     model, first = small_model(), torch.nn.Linear(3, 4)
     model[0] = first
     optimizer = by_parameter(model)
@@ -825,12 +823,12 @@ PLANTED: dict[str, tuple[bool, float, int, list[tuple[str, int, int]]]] = {
     "inf without an enabled scaler": (False, math.inf, 1, [("0.weight", 5, 0)]),
     "nothing bad": (True, 1.0, 1, []),
 }
-"""Whether there is a scaler, what is bad in which micro-batch, and the counts of inf and NaN."""
+"""Whether a scaler is enabled, the bad value, the number of micro-batches, and the counts of inf and NaN."""
 
 
 @pytest.mark.parametrize("how", TOUCHES)
 @pytest.mark.parametrize("name", PLANTED)
-def test_groups_are_counted_before_the_loop_touches_their_gradients(name: str, how: str) -> None:
+def test_nonfinite_gradients_are_counted_before_the_loop_changes_them(name: str, how: str) -> None:
     enabled, bad, micro_batches, expected = PLANTED[name]
     step = overflowing_step(how, enabled, bad, micro_batches)
     assert step.found_inf is bool(expected)
@@ -841,8 +839,8 @@ def test_groups_are_counted_before_the_loop_touches_their_gradients(name: str, h
         assert step.grad_norm == math.inf
 
 
-def test_what_is_clipped_between_micro_batches_is_not_what_the_step_has() -> None:
-    """The misuse of clipping every micro-batch: the last one overflows."""
+def test_an_overflow_is_seen_even_if_every_micro_batch_is_clipped() -> None:
+    """Clipping every micro-batch is a misuse; here the last micro-batch overflows."""
     model, optimizer, scaler = scaled_loop()
     with watch(model, optimizer) as watcher:
         for factor in (1.0, 1e38):
@@ -876,7 +874,7 @@ def test_each_of_two_watches_knows_which_scaler_scaled_a_loss() -> None:
     (models, optimizers), scalers = two_loops(), [GradScaler("cpu"), GradScaler("cpu")]
     with watch(models[0], optimizers[0]) as first:
         one_step(models[0], optimizers[0], scalers[0])
-        with watch(models[1], optimizers[1]) as second:  # to which the other scaler is the first
+        with watch(models[1], optimizers[1]) as second:  # the other scaler is its first
             losses = [model(torch.ones(2, 3)).square().mean() for model in models]
             for index in (1, 0):
                 scalers[index].scale(losses[index]).backward()
@@ -886,11 +884,11 @@ def test_each_of_two_watches_knows_which_scaler_scaled_a_loss() -> None:
     assert first.misuses == second.misuses == ()
 
 
-def test_loops_in_threads_are_told_apart() -> None:
+def test_watches_of_loops_in_threads_are_kept_apart() -> None:
     turns = threading.Barrier(2)
 
     def in_turns(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        turns.wait(10)  # both are inside of scaler.step, and leave it in the order that they came in
+        turns.wait(10)  # both are inside of scaler.step, and leave in the order in which they entered
         time.sleep(0.2 * (optimizer is optimizers[1]))
 
     models, optimizers = two_loops()
@@ -907,10 +905,10 @@ def test_loops_in_threads_are_told_apart() -> None:
         list(threads.map(train, range(2)))
     assert [(len(one.steps), one.misuses) for one in watches] == [(3, ()), (3, ())]
     assert not any(step.skipped for one in watches for step in one.steps)
-    assert all("several threads" in one.notes[-1] for one in watches)  # whose order of calls is not judged
+    assert all("several threads" in one.notes[-1] for one in watches)  # the order of their calls is not judged
 
 
-def test_what_others_wrap_meanwhile_stays_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_that_others_set_during_a_watch_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     (model, optimizer, scaler), calls = scaled_loop(), []
     monkeypatch.setattr(GradScaler, "update", original := GradScaler.update)
     first, second = watch(model, optimizer), watch(model, optimizer)
@@ -944,12 +942,14 @@ ALLOWED = r"; allowed: watch\(model, opt"
         ((small_model(), []), "got no optimizer, whose steps ampdbg watches"),
     ],
 )
-def test_what_is_no_model_or_optimizer_is_refused_by_its_kind(given: tuple[Any, Any], refused: str) -> None:
+def test_an_argument_that_is_not_a_model_or_optimizer_is_refused_with_its_type(
+    given: tuple[Any, Any], refused: str
+) -> None:
     with pytest.raises(TypeError, match=f"^{refused}{ALLOWED}"):
         watch(*given)
 
 
-def test_the_same_loop_may_be_watched_twice() -> None:
+def test_the_same_loop_can_be_watched_twice() -> None:
     model, optimizer, scaler = scaled_loop()
     with watch(model, optimizer) as outer:
         one_step(model, optimizer, scaler, clip=True)
@@ -960,7 +960,7 @@ def test_the_same_loop_may_be_watched_twice() -> None:
     assert outer.misuses == inner.misuses == ()
 
 
-def test_start_and_stop_do_what_entering_and_leaving_do() -> None:
+def test_start_and_stop_act_as_entering_and_leaving() -> None:
     model, optimizer = small_loop()
     before = trace_of_watching(optimizer)
     watcher = watch(model, optimizer)
@@ -974,7 +974,7 @@ def test_start_and_stop_do_what_entering_and_leaving_do() -> None:
     assert len(watcher.steps) == 1
 
 
-def test_a_watch_that_nobody_holds_comes_off_and_one_that_is_entered_stays() -> None:
+def test_an_unreferenced_watch_is_removed_and_an_entered_watch_stays() -> None:
     model, optimizer = small_loop()
     seen: list[Step] = []
     before = trace_of_watching(optimizer)
@@ -996,7 +996,7 @@ def test_a_watch_that_nobody_holds_comes_off_and_one_that_is_entered_stays() -> 
     assert trace_of_watching(optimizer) == before
 
 
-def test_no_step_is_lost_of_threads_whose_optimizers_are_learnt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_lost_if_two_threads_first_step_their_optimizers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     look, looked = models.outermost_owners, threading.Event()
 
     def slowly(parameters: set[int]) -> list[torch.nn.Module]:
@@ -1014,7 +1014,7 @@ def test_no_step_is_lost_of_threads_whose_optimizers_are_learnt_at_once(monkeypa
         nets = [small_model() for _ in range(2)]
         loops = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in nets]
         first, second = (threading.Thread(target=train, args=loop) for loop in loops)
-        second.start()  # learns its own optimizer, and then the other's
+        second.start()  # finds the model of its own optimizer, and then of the other's
         for _ in loops:
             looked.wait()
             looked.clear()
@@ -1026,10 +1026,10 @@ def test_no_step_is_lost_of_threads_whose_optimizers_are_learnt_at_once(monkeypa
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 @pytest.mark.parametrize("machine", ["emulated", "without a GPU", "with a GPU"])
-def test_a_loop_in_which_autocast_does_nothing_is_not_called_healthy(machine: str) -> None:
+def test_a_loop_in_which_autocast_does_nothing_is_not_healthy(machine: str) -> None:
     model, optimizer = small_loop()
     with cuda_on_cpu() if machine == "emulated" else contextlib.nullcontext():
-        # There it is on, and the model was left on the CPU.
+        # There autocast is on, and the model was left on the CPU.
         there = patch("torch.cuda.amp.common.amp_definitely_not_available", bool)
         with there if machine == "with a GPU" else contextlib.nullcontext():
             scaler = GradScaler("cuda")
@@ -1047,7 +1047,7 @@ def test_a_loop_in_which_autocast_does_nothing_is_not_called_healthy(machine: st
     assert from_json(to_json(record)) == record
 
 
-def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_watch_leaves_the_loop_unchanged_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ValueError("a fault of the watcher")
 
@@ -1099,7 +1099,7 @@ def test_a_failing_handler_never_makes_the_call_twice(refuses: bool) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such signal")
-def test_what_a_handler_of_the_loops_own_raises_within_the_watcher_goes_to_the_loop() -> None:
+def test_an_exception_of_a_signal_handler_inside_the_watch_reaches_the_loop() -> None:
     def out_of_time(number: int, frame: object) -> None:
         raise TimeoutError("too long")
 
@@ -1118,7 +1118,7 @@ def test_what_a_handler_of_the_loops_own_raises_within_the_watcher_goes_to_the_l
     assert guard.failure == ""
 
 
-def test_a_call_that_raises_is_as_without_a_watcher_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_calls_with_keyword_arguments_are_raised_while_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, scaler = scaled_loop()
     with watch(model, optimizer) as watcher:
         scaler.scale(model(torch.full((2, 3), math.inf)).sum()).backward()
@@ -1131,7 +1131,7 @@ def test_a_call_that_raises_is_as_without_a_watcher_however_it_is_given(monkeypa
     assert "misuse-unscale-twice" in [misuse.code for misuse in watcher.misuses]
 
 
-def test_what_the_loop_itself_raises_goes_to_the_loop() -> None:
+def test_an_exception_of_on_step_reaches_the_loop() -> None:
     def stop(step: Step) -> None:
         raise LookupError(f"no more after {step.step}")
 
@@ -1143,7 +1143,7 @@ def test_what_the_loop_itself_raises_goes_to_the_loop() -> None:
 
 
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, functools.partial(FlopCounterMode, display=False)])
-def test_a_loss_that_is_scaled_by_hand_is_no_misuse_in_a_mode_of_the_loops_own_either(mode: Any) -> None:
+def test_a_loss_scaled_by_hand_is_not_a_misuse_with_or_without_a_dispatch_mode(mode: Any) -> None:
     model, optimizer = small_loop()
     with cuda_on_cpu(), mode(), watch(model, optimizer) as watcher:
         with torch.autocast("cpu", torch.float16):
@@ -1153,7 +1153,7 @@ def test_a_loss_that_is_scaled_by_hand_is_no_misuse_in_a_mode_of_the_loops_own_e
     assert (watcher.failure, watcher.misuses, len(watcher.steps)) == ("", (), 1)
 
 
-def test_what_is_run_again_is_no_step_of_a_watch_that_somebody_else_has_entered() -> None:
+def test_steps_of_a_replay_are_not_recorded_by_a_watch_of_the_user() -> None:
     model, optimizer, scaler = scaled_loop()
     with watch(model, optimizer) as watcher:
         one_step(model, optimizer, scaler)
@@ -1166,7 +1166,7 @@ def test_what_is_run_again_is_no_step_of_a_watch_that_somebody_else_has_entered(
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_run_whose_gradients_are_all_zero_says_so(factor: float) -> None:
+def test_a_run_whose_gradients_are_all_zero_has_a_note(factor: float) -> None:
     model, optimizer = small_loop(lr=1e-3)
     with watch(model, optimizer) as watcher:
         for _ in range(FEW_STEPS):
@@ -1176,7 +1176,7 @@ def test_a_run_whose_gradients_are_all_zero_says_so(factor: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_run_whose_few_taken_steps_have_no_gradient_says_so(factor: float) -> None:
+def test_a_run_whose_few_taken_steps_have_zero_gradients_has_a_note(factor: float) -> None:
     model, optimizer = small_loop(lr=1e-3)
     scaler = GradScaler("cpu", init_scale=4.0)
     with watch(model, optimizer) as watcher:
@@ -1186,7 +1186,7 @@ def test_a_run_whose_few_taken_steps_have_no_gradient_says_so(factor: float) -> 
 
 
 @pytest.mark.parametrize("heals", [False, True])
-def test_a_buffer_that_is_written_anew_does_not_stay_poisoned(heals: bool) -> None:
+def test_a_buffer_that_is_overwritten_does_not_stay_poisoned(heals: bool) -> None:
     model, optimizer, scaler, mean = normed_loop()
     with watch(model, optimizer) as watcher:
         one_step(model, optimizer, scaler)
@@ -1199,7 +1199,7 @@ def test_a_buffer_that_is_written_anew_does_not_stay_poisoned(heals: bool) -> No
     assert kept == ([] if heals else ["1.running_mean"])
 
 
-def test_of_a_model_that_has_gone_the_buffers_stay_as_they_were_seen() -> None:
+def test_buffers_of_a_deleted_model_keep_their_last_counts() -> None:
     def trained() -> None:
         model, optimizer, scaler, mean = normed_loop()
         one_step(model, optimizer, scaler)
