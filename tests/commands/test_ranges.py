@@ -60,7 +60,7 @@ def test_order_and_top_choose_the_listed_rows(here: Here) -> None:
     assert len([line for line in text.splitlines() if line.count("│") == 2]) == 2
 
 
-def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -> None:
+def test_a_step_that_raises_leaves_a_record_of_the_earlier_steps(here: Here) -> None:
     code = HEALTHY.replace(
         "def step(model, batch):", "CALLS = []\n\ndef step(model, batch):\n    CALLS.append(1 / (3 - len(CALLS)))"
     )
@@ -97,7 +97,7 @@ def test_ranges_names_five_overflows_of_a_half_model_and_none_of_its_healthy_twi
     assert healthy.stdout.startswith("✓ Everything fits FP16 at step 0: ")
 
 
-def test_a_bfloat16_config_is_reported_ready_for_fp16_or_with_the_pins_that_it_needs(here: Here) -> None:
+def test_a_bfloat16_config_is_reported_ready_for_fp16_with_or_without_pins(here: Here) -> None:
     written(here.folder, HEALTHY, **KEYS, precision={"dtype": "bfloat16"})
     healthy = here("ranges", "config.yaml", "--quiet")
     assert healthy.code == 0

@@ -33,7 +33,7 @@ the initial scale
 """
 
 
-def test_a_run_prints_the_lint_findings_that_it_has_not_reported_itself(tmp_path: Path) -> None:
+def test_a_run_prints_only_the_lint_findings_missing_from_its_own_report(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = start(tmp_path, "run", "--emulate", "train.py")
     assert done.code == 1
