@@ -1,4 +1,4 @@
-"""The real program in a process of its own, and the same program called in this one."""
+"""The real program in its own process, and the same program called in this process."""
 
 import atexit
 import contextlib
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished program left: its exit code and what it wrote."""
+    """The exit code and the output of a finished program."""
 
     code: int
     stdout: str
@@ -31,13 +31,13 @@ class Result:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment without the variables that change how the program writes, plus ``variables``."""
+    """The environment plus ``variables``, without the variables that change the style of the output."""
     ours = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "TERM")}
     return {**ours, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **variables}
 
 
 def command(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
-    """The command line of the program; ``flags`` are Python's."""
+    """The command line of the program; ``flags`` go to Python."""
     return [sys.executable, *flags, "-m", "ampdbg", *arguments]
 
 
@@ -92,7 +92,7 @@ exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 @functools.cache
 def _server() -> Callable[..., Any]:
-    """What forks processes that have imported torch, until this one ends."""
+    """Starts a server that forks processes with torch imported; it runs until this process ends."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(forking.server(ROOT, WARM))
@@ -101,7 +101,7 @@ def _server() -> Callable[..., Any]:
 def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:
     """Runs the real program in ``folder`` to its end.
 
-    On Linux it is forked from a process that has imported torch, which takes seconds.
+    On Linux, forks it from a process that has imported torch, since the import takes seconds.
     """
     if flags or sys.platform != "linux" or variables.get("OMP_NUM_THREADS", THREADS) != THREADS:
         return start_anew(folder, *arguments, flags=flags, **variables)
@@ -109,7 +109,7 @@ def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variable
 
 
 def start_python(folder: Path, code: str) -> Result:
-    """Runs code in ``folder`` as ``python -c`` does, on Linux forked like :func:`start`."""
+    """Runs code in ``folder`` like ``python -c``; on Linux, forks as :func:`start` does."""
     if sys.platform != "linux":
         program = [sys.executable, "-c", code]
         done = subprocess.run(program, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
@@ -127,7 +127,7 @@ def _forked(program: str, task: list[Any]) -> Result:
 
 
 def start_anew(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:
-    """The same in a Python that starts for it, with ``flags``, and ends as any does."""
+    """Like :func:`start`, but in a new Python process, with ``flags`` and a normal exit."""
     done = subprocess.run(
         command(*arguments, flags=flags),
         cwd=folder,
@@ -135,7 +135,7 @@ def start_anew(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **var
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=600,  # a guard against a hang: the longest of the slow tests takes three minutes
+        timeout=600,  # a guard against hangs: the longest slow test takes three minutes
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)
@@ -149,7 +149,7 @@ def imported_by(result: Result) -> set[str]:
 
 @dataclass(frozen=True)
 class Here:
-    """The program in this process, in a folder of its own: quick, and open to monkeypatching."""
+    """The program in this process, in its own folder: fast, and open to monkeypatching."""
 
     folder: Path
     monkeypatch: pytest.MonkeyPatch
@@ -164,14 +164,14 @@ class Here:
         return Result(exit_.value.code, captured.out, captured.err)
 
     def stub(self, *names: str) -> None:
-        """Writes configs of those names, of a model and batches that do nothing."""
+        """Writes configs with these names, for a model and batches that do nothing."""
         (self.folder / "net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
         for name in names:
             config = "model: {target: net.py:Net}\ndata: {target: net.py:batches}\n"
             (self.folder / name).write_text(config, encoding="utf-8")
 
     def refused(self, *arguments: str) -> Result:
-        """What it says of a call that ends with exit code 2 and no result."""
+        """Calls the program and asserts exit code 2 and an empty stdout."""
         result = self(*arguments)
         assert (result.code, result.stdout) == (2, ""), result
         return result
@@ -179,7 +179,7 @@ class Here:
 
 @contextlib.contextmanager
 def stdout_given_back() -> Iterator[None]:
-    """The program keeps stdout for its result until the process ends; this process goes on after it."""
+    """Restores stdout, which the program keeps until its process ends; this process continues."""
     printed_to, saved = sys.stdout, os.dup(sys.stdout.fileno())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Suggestions made by hand: a patch of two files, its proof, and their record."""
+"""Hand-made suggestions: a patch of two files, its proof, and its record."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def proven() -> Record:
 
 
 def suggestion(folder: Path, *, record: Record | None = None, after: bytes = AFTER) -> Suggestion:
-    """One edit of ``model.py`` and one of ``parts/train.py`` in ``folder``, where both are written as they were."""
+    """A suggestion that edits ``model.py`` and ``parts/train.py``; writes both, unedited, into ``folder``."""
     (folder / "parts").mkdir(parents=True, exist_ok=True)
     files = (folder / "model.py", folder / "parts" / "train.py")
     for file in files:
@@ -39,7 +39,7 @@ def suggestion(folder: Path, *, record: Record | None = None, after: bytes = AFT
 
 
 def handed_over(record: Record, config_folder: Path, *edits: FileEdit, **fields: Any) -> Suggestion:
-    """A suggestion of that record: the patch of ``edits``, each of which is one unit."""
+    """A suggestion for ``record`` whose patch has one unit for each of ``edits``."""
     folder, is_git = base_folder(edits, config_folder)
     units = tuple(PatchUnit(f"line 2 of {edit.path.name}", (name,)) for edit, name in zip(edits, NAMES, strict=False))
     names = tuple(pin.name for pin in record.pins if pin.source is None)

@@ -1,4 +1,4 @@
-"""The program as a whole: quick answers, exit codes, and messages for what was typed wrong."""
+"""The program as a whole: fast answers, exit codes, and messages for usage errors."""
 
 import errno
 import subprocess
@@ -16,7 +16,7 @@ from tests.report.records import healthy
 HEAVY = {"torch", "pydantic", "numpy", "yaml", "rich"}
 
 
-def test_ctrl_c_is_heeded_before_anything_large_or_of_the_program_is_imported(tmp_path: Path) -> None:
+def test_the_interrupt_handler_is_set_before_any_large_import(tmp_path: Path) -> None:
     code = (
         "import _signal, os, sys\n"
         "large = {'re', 'typing', 'contextlib', 'inspect'}\n"
@@ -31,13 +31,13 @@ def test_ctrl_c_is_heeded_before_anything_large_or_of_the_program_is_imported(tm
     assert done.stdout == "['ampdbg', 'ampdbg.__main__']\n"
 
 
-def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_help_imports_no_heavy_package(tmp_path: Path) -> None:
     result = start(tmp_path, "--help", flags=("-X", "importtime"))
     assert "ampdbg.commands.app" in imported_by(result)
     assert not imported_by(result) & HEAVY
 
 
-def test_help_lists_every_command_with_its_whole_sentence(here: Here) -> None:
+def test_help_lists_every_command_with_its_full_description(here: Here) -> None:
     out = here("--help").stdout
     assert all(f"  {name}" in out for name in COMMANDS)
     assert "..." not in out.partition("Commands:")[2]
@@ -51,13 +51,13 @@ def test_each_command_has_help(name: str, here: Here) -> None:
 
 
 @pytest.mark.parametrize("name", ["scan", "ranges", "bisect", "suggest-fp32", "cost"])
-def test_each_command_that_runs_a_workload_takes_the_options_of_a_run_once(name: str, here: Here) -> None:
+def test_every_workload_command_lists_each_shared_option_once(name: str, here: Here) -> None:
     out = here(name, "--help").stdout
     shared = ("--steps", "--device", "--policy", "--seed", "--set", "--record", "--json", "--quiet", "--debug")
     assert [option for option in shared if out.count(f"\n  {option} ") + out.count(f"\n  {option}\n") != 1] == []
 
 
-def test_the_version_is_that_of_the_package(here: Here) -> None:
+def test_version_prints_the_package_version(here: Here) -> None:
     assert here("--version").stdout == f"ampdbg {__version__}\n"
 
 
@@ -112,7 +112,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -> None:
+def test_a_usage_error_exits_with_2_and_explains_the_mistake(name: str, here: Here) -> None:
     here.stub("c.yaml")
     arguments, message = WRONG[name]
     result = here.refused(*arguments)
@@ -126,7 +126,7 @@ def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -
     ("asked", "message"),
     [("os.getcwd", "the working folder is gone"), ("tempfile.gettempdir", "No folder; set TMPDIR to a folder")],
 )
-def test_a_run_without_a_folder_that_torch_needs_is_refused(asked: str, message: str, here: Here) -> None:
+def test_scan_is_refused_without_a_working_folder_or_a_temporary_folder(asked: str, message: str, here: Here) -> None:
     def raising() -> str:
         raise FileNotFoundError(errno.ENOENT, "No folder")
 
@@ -138,7 +138,7 @@ def test_a_run_without_a_folder_that_torch_needs_is_refused(asked: str, message:
     assert result.stderr.count("\n") == 1
 
 
-def test_a_config_in_a_folder_that_may_not_be_entered_is_refused(here: Here) -> None:
+def test_a_config_in_an_inaccessible_folder_is_refused(here: Here) -> None:
     here.monkeypatch.setattr("os.access", lambda path, mode: False)
     result = here.refused("scan", "c.yaml")
     assert result.stderr == f"error: c.yaml: got 'c.yaml', but the folder {here.folder} may not be entered\n"
@@ -153,7 +153,7 @@ def test_a_config_in_a_folder_that_may_not_be_entered_is_refused(here: Here) -> 
         ("report r.json", 0, "✓ Healthy"),
     ],
 )
-def test_what_needs_no_model_is_answered_without_torch(arguments: str, code: int, said: str, tmp_path: Path) -> None:
+def test_usage_errors_and_reports_do_not_import_torch(arguments: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("model: {target: 3}\n", encoding="utf-8")
     write_record(healthy(), tmp_path / "r.json")
     result = start(tmp_path, *arguments.split(), flags=("-X", "importtime"))
@@ -166,7 +166,7 @@ def test_what_needs_no_model_is_answered_without_torch(arguments: str, code: int
     "words",
     ["scan", "ranges", "bisect", "suggest-fp32", "cost", "replay", "report", "lint", "run", "init", "compare a"],
 )
-def test_a_name_that_no_file_can_have_is_one_message(words: str, here: Here) -> None:
+def test_a_file_name_that_is_too_long_is_not_an_internal_error(words: str, here: Here) -> None:
     result = here.refused(*words.split(), "n" * 300)
     assert "ampdbg itself failed" not in result.stderr
     assert result.stderr.startswith("error: ")

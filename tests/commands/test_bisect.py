@@ -1,4 +1,4 @@
-"""``ampdbg bisect``: what it runs, what it prints, its exit codes, and what is said of a wrong call."""
+"""``ampdbg bisect``: the config that it runs, its output, its exit codes, and usage errors."""
 
 import json
 import shlex
@@ -53,7 +53,7 @@ MODULE = ("bisect", "--module", "model.py", "--quiet")
 
 @dataclass
 class Faked:
-    """A search that makes no experiment: it returns ``record``, and notes what it was called with."""
+    """A search without experiments: returns ``record`` and keeps the arguments of its calls."""
 
     record: Record
     configs: list[Config] = field(default_factory=list)
@@ -100,21 +100,21 @@ CODES = dict.fromkeys(BISECTIONS, 1) | {"nothing_to_pin": 0, "interrupted": 130}
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_each_end_has_its_exit_code_and_leaves_a_record(name: str, here: Here, fake: Fake) -> None:
+def test_each_outcome_has_its_exit_code_and_writes_a_record(name: str, here: Here, fake: Fake) -> None:
     record = BISECTIONS[name]()
     fake(record)
     assert here("bisect", "config.yaml", "--quiet", "--record", "r.json").code == CODES[name]
     assert read_record(Path("r.json")).search == record.search
 
 
-def test_a_run_that_was_interrupted_before_its_search_is_told(here: Here, fake: Fake) -> None:
+def test_an_interrupt_before_the_search_exits_with_130_and_is_reported(here: Here, fake: Fake) -> None:
     fake(replace(BISECTIONS["nothing_to_pin"](), search=None, interrupted=True))
     result = here("bisect", "config.yaml", "--quiet")
     assert result.code == 130
     assert result.stdout.startswith("! Interrupted after 12 of 12 steps, in the search that follows.")
 
 
-def test_the_record_is_printed_kept_and_drawn_again(here: Here, fake: Fake) -> None:
+def test_json_prints_the_saved_record_and_report_redraws_the_page(here: Here, fake: Fake) -> None:
     fake(found())
     result = here("bisect", "config.yaml", "--quiet", "--json", "--record", "r.json")
     assert json.loads(result.stdout) == json.loads(Path("r.json").read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def test_the_options_reach_the_search(here: Here, fake: Fake) -> None:
     assert (faked.configs[0].train.steps, faked.configs[0].train.seed) == (9, 4)
 
 
-def test_from_python_no_file_is_written(here: Here, fake: Fake) -> None:
+def test_bisect_from_python_writes_no_file(here: Here, fake: Fake) -> None:
     faked = fake(found())
     assert replace(ampdbg.bisect("config.yaml"), listings=()) == replace(faked.record, listings=())
     assert not Path(".ampdbg").exists()
@@ -138,7 +138,7 @@ def test_from_python_no_file_is_written(here: Here, fake: Fake) -> None:
 # Where the config comes from
 
 
-def test_a_record_is_run_again_with_its_config(here: Here, fake: Fake) -> None:
+def test_bisect_of_a_record_reruns_the_config_of_the_record(here: Here, fake: Fake) -> None:
     faked = fake(found())
     config = load_config(Path("config.yaml"), ("train.clip_grad_norm=2.5", "precision.loss_scale=1024"))
     write_record(replace(found(), config=config.resolved()), Path("r.json"))
@@ -146,10 +146,10 @@ def test_a_record_is_run_again_with_its_config(here: Here, fake: Fake) -> None:
     assert faked.configs[0].resolved() == {**config.resolved(), "train": faked.configs[0].resolved()["train"]}
     assert (faked.configs[0].train.steps, faked.configs[0].train.clip_grad_norm) == (7, 2.5)
     assert faked.configs[0].model_fields_set >= {"model", "data"}
-    assert "optimizer" not in faked.configs[0].model_fields_set  # it would come before the model's own
+    assert "optimizer" not in faked.configs[0].model_fields_set  # it would override the model's own
 
 
-def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Fake) -> None:
+def test_the_error_for_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Fake) -> None:
     fake(found())
     write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
     Path("model.py").unlink()
@@ -161,7 +161,7 @@ def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Fak
     )
 
 
-def test_a_module_file_needs_no_config(here: Here, fake: Fake) -> None:
+def test_bisect_runs_a_module_file_without_a_config(here: Here, fake: Fake) -> None:
     faked = fake(BISECTIONS["nothing_to_pin"]())
     result = here(*MODULE, "--set", "model.args.gain=2.0")
     assert faked.configs[0].step is not None
@@ -176,7 +176,7 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fa
     assert result.stdout.splitlines()[-1].strip() == shlex.join(["ampdbg", "bisect", *given])
 
 
-def test_a_watched_loop_cannot_be_run_again(here: Here, fake: Fake) -> None:
+def test_the_record_of_a_watched_loop_cannot_be_rerun(here: Here, fake: Fake) -> None:
     fake(found())
     write_record(replace(found(), command="watch", config={}, search=None), Path("loop.json"))
     for command in ("bisect", "suggest-fp32", "scan"):
@@ -185,15 +185,15 @@ def test_a_watched_loop_cannot_be_run_again(here: Here, fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("function", [ampdbg.scan, ampdbg.ranges, ampdbg.bisect, ampdbg.suggest_fp32])
-def test_what_is_no_path_is_refused(function: Callable[[Any], object]) -> None:
+def test_an_argument_that_is_not_a_path_is_refused(function: Callable[[Any], object]) -> None:
     with pytest.raises(ConfigError, match="got a config of type int; allowed: the path of a config, a record"):
         function(5)
 
 
-# The whole way, with real experiments
+# End to end, with real experiments
 
 
-def test_an_overflow_is_pinned_where_it_happens(here: Here) -> None:
+def test_bisect_pins_the_module_that_overflows(here: Here) -> None:
     written(NET.replace("self.first(x) *", "self.first(x * self.gain) / ").replace(".mean()", ".mean() / 1e3"))
     record = ampdbg.bisect(module="model.py", steps=2, device="cpu", overrides=("model.args.gain=300000.0",))
     assert record.search is not None
@@ -201,7 +201,7 @@ def test_an_overflow_is_pinned_where_it_happens(here: Here) -> None:
     assert [pin.name for pin in record.pins] == ["first"]
 
 
-def test_a_module_file_that_will_not_do_is_refused_in_one_message(here: Here) -> None:
+def test_a_module_file_that_cannot_be_imported_is_refused_in_one_message(here: Here) -> None:
     written("import not_there\n")
     result = here.refused(*MODULE)
     assert result.stderr.count("error: ") == 1

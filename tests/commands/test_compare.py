@@ -1,4 +1,4 @@
-"""``ampdbg compare``: two records, what got worse, and the exit code of a gate in CI."""
+"""``ampdbg compare``: what got worse between two records, and the exit code for a gate in CI."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from tests.test_escapes import HOSTILE, record_of
 
 PLAIN = NET.replace("return self.second(torch.relu(self.first(x)))", "h = self.first(x)\n        return self.second(h)")
 ENERGY = "h = 300.0 * self.first(x)\n        h = h * h"
-"""Goes beyond the 65,504 at which FP16 ends."""
+"""Exceeds 65,504, the largest FP16 number."""
 
 
 def commit(folder: Path, code: str, name: str) -> None:
@@ -32,7 +32,7 @@ def commit(folder: Path, code: str, name: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Two records of each command, or of one, from a commit and from the one after it, which adds an overflow."""
+    """Two records of each command, or of one: before and after a commit that adds an overflow."""
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     written(tmp_path)
     for name, code in (("then", PLAIN), ("now", PLAIN.replace("h = self.first(x)", ENERGY))):
@@ -43,7 +43,7 @@ def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.slow
-def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repository: Path) -> None:
+def test_compare_reports_an_added_overflow_as_worse_and_the_reverse_as_better(repository: Path) -> None:
     worse = start(repository, "compare", "ranges-then.json", "ranges-now.json")
     assert (worse.code, worse.stderr) == (1, "")
     headline = " ".join(worse.stdout.partition("\n\n")[0].split())
@@ -60,7 +60,7 @@ def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repo
 
 
 @pytest.mark.slow
-def test_a_scan_names_what_appeared_and_markdown_and_sarif_have_it_too(repository: Path) -> None:
+def test_a_new_finding_of_scan_is_named_in_text_markdown_and_sarif(repository: Path) -> None:
     given = ("compare", "scan-then.json", "scan-now.json")
     text = start(repository, *given)
     assert text.code == 1
@@ -91,7 +91,7 @@ def test_a_commit_that_moves_lines_and_renames_a_variable_is_not_worse(repositor
 
 
 @pytest.mark.parametrize("repository", [("ranges",)], ids=["ranges"], indirect=True)
-def test_json_is_one_strict_object(repository: Path) -> None:
+def test_compare_json_is_one_strict_json_object(repository: Path) -> None:
     result = start(repository, "compare", "ranges-then.json", "ranges-now.json", "--format", "json")
     data = json.loads(result.stdout, parse_constant=pytest.fail)
     assert result.code == 1
@@ -102,7 +102,7 @@ def test_json_is_one_strict_object(repository: Path) -> None:
     assert data["loss_scales"][0]["module"] == ""
 
 
-def test_what_was_not_measured_is_said(here: Here) -> None:
+def test_compare_notes_that_scan_records_hold_no_headroom_or_loss_scales(here: Here) -> None:
     write_record(healthy(), Path("a.json"))
     write_record(collapse(), Path("b.json"))
     result = here("compare", "a.json", "b.json", "-v")
@@ -111,7 +111,7 @@ def test_what_was_not_measured_is_said(here: Here) -> None:
     assert "verdict" in result.stdout
 
 
-def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -> None:
+def test_records_of_two_commands_missing_files_and_invalid_bits_are_refused(here: Here) -> None:
     write_record(healthy(), Path("a.json"))
     write_record(replace(healthy(), command="bisect"), Path("b.json"))
     result = here.refused("compare", "a.json", "b.json")
@@ -127,7 +127,7 @@ def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_no_encoding_of_stdout_is_an_error_and_formats_for_files_are_utf_8(
+def test_text_follows_the_encoding_of_stdout_and_other_formats_are_utf_8(
     form: str, encoding: str, tmp_path: Path
 ) -> None:
     write_record(healthy(), tmp_path / "a.json")

@@ -1,4 +1,4 @@
-"""``ampdbg cost``, the whole way: from a config to a page, a record and an exit code."""
+"""``ampdbg cost`` end to end: from a config to a page, a record and an exit code."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Faked = Callable[[Record], list[object]]
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Faked:
-    """Makes every comparison return the record; lists how much memory each was asked about."""
+    """Makes every comparison return the record; lists the ``memory`` option of each."""
 
     def faked(record: Record) -> list[object]:
         asked: list[object] = []
@@ -32,7 +32,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Faked:
     return faked
 
 
-def test_the_page_and_progress_of_each_level(here: Here) -> None:
+def test_cost_shows_the_progress_of_each_level_and_two_levels_that_could_not_run(here: Here) -> None:
     written(here.folder, NET.replace("(self.first(x))", "(self.first(x)).float()"))
     result = here("cost", "c.yaml", "--steps", "2", "--batch-size", "1MB", "-v")
     assert result.code == 0
@@ -45,13 +45,13 @@ def test_the_page_and_progress_of_each_level(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_runs_the_exit_code_is_2(here: Here) -> None:
+def test_cost_exits_with_2_if_no_level_runs(here: Here) -> None:
     written(here.folder, NET.replace("self.first(x)", "self.third(x)"))
     result = here.refused("cost", "c.yaml", "--quiet")
     assert "has no attribute 'third'" in result.stderr
 
 
-def test_the_record_is_printed_kept_and_drawn_again(here: Here, fake: Faked) -> None:
+def test_json_prints_the_saved_record_and_report_redraws_the_page(here: Here, fake: Faked) -> None:
     written(here.folder)
     asked = fake(ON_CPU)
     result = here("cost", "c.yaml", "--json", "--quiet", "--memory", "2MiB", "--record", "r.json")
@@ -63,7 +63,7 @@ def test_the_record_is_printed_kept_and_drawn_again(here: Here, fake: Faked) -> 
     assert here("report", "r.json").stdout.partition("Record:")[0] == page.partition("Record:")[0]
 
 
-def test_an_interrupt_exits_130_with_what_there_is(here: Here, fake: Faked) -> None:
+def test_an_interrupted_cost_exits_with_130_and_counts_the_finished_levels(here: Here, fake: Faked) -> None:
     written(here.folder)
     fake(replace(ON_CPU, interrupted=True))
     result = here("cost", "c.yaml", "--quiet")
@@ -71,7 +71,7 @@ def test_an_interrupt_exits_130_with_what_there_is(here: Here, fake: Faked) -> N
 
 
 @pytest.mark.parametrize("size", ["", " ", "64", "GiB", "-1GiB", "16 gallons", "1e9", "9" * 400 + "GiB"])
-def test_a_size_without_a_unit_is_refused(size: str, here: Here) -> None:
+def test_an_invalid_size_is_refused_with_examples_of_valid_sizes(size: str, here: Here) -> None:
     result = here.refused("cost", "c.yaml", "--batch-size", size)
     told = "".join(line.strip("│ ") for line in result.stderr.splitlines()).replace(" ", "")
     assert f"got'{size.replace(' ', '')}'" in told

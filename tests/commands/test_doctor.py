@@ -1,4 +1,4 @@
-"""``ampdbg doctor`` on this machine, on others that are faked, and where torch or the driver is broken."""
+"""``ampdbg doctor`` on this machine, on faked machines, and with a broken torch or driver."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.commands.program import ROOT, Here, Result, imported_by, start_anew
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the tools are faked by shell scripts")
 
 INSTALLED = metadata.version("torch")
-"""Without the +cu126 of torch's own, where the package came from PyPI."""
+"""Lacks the +cu126 of ``torch.__version__`` if the package came from PyPI."""
 
 OLD = """#!/bin/sh
 case "$1" in
@@ -47,7 +47,7 @@ sys.meta_path.insert(0, Blocked())
 
 
 def tool(folder: Path, name: str, script: str) -> str:
-    """The PATH on which a tool of that name comes first."""
+    """Writes a fake tool and returns the PATH that finds it first."""
     path = folder / "tools" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(script)
@@ -56,27 +56,27 @@ def tool(folder: Path, name: str, script: str) -> str:
 
 
 def beside(folder: Path, site: str) -> str:
-    """The PYTHONPATH with a sitecustomize."""
+    """Writes a sitecustomize and returns the PYTHONPATH that finds it."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(site)
     return os.pathsep.join([str(folder / "site"), str(ROOT)])
 
 
 def told(result: Result, code: int = 0) -> str:
-    """The page as one line of words."""
+    """Asserts the exit code and an empty stderr; returns the page as one line."""
     assert (result.code, result.stderr) == (code, "")
     return " ".join(result.stdout.split())
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *lines: Any, then: str = "") -> None:
-    """torch's process prints these answers."""
+    """Makes the process that imports torch print these answers."""
     printed = "".join(json.dumps({"ampdbg": line}) + "\n" for line in lines)
     program = f"import sys, time; sys.stdout.write({printed!r}); sys.stdout.flush(); {then}"
     monkeypatch.setattr(facts, "ASK_TORCH", program)
 
 
 def with_tools(monkeypatch: pytest.MonkeyPatch, folder: Path, **scripts: str) -> None:
-    """These tools come first, torch imports, and no variable names another CUDA."""
+    """Puts these tools first on the PATH, lets torch import, and unsets the CUDA variables."""
     answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
     for name, script in scripts.items():
         monkeypatch.setenv("PATH", tool(folder, name.replace("_", "-"), script))
@@ -84,7 +84,7 @@ def with_tools(monkeypatch: pytest.MonkeyPatch, folder: Path, **scripts: str) ->
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path) -> None:
+def test_doctor_json_has_facts_and_lines_and_its_process_does_not_import_torch(tmp_path: Path) -> None:
     result = start_anew(tmp_path, "doctor", "--json", flags=("-X", "importtime"))
     data = json.loads(result.stdout)
     assert (data["format"], data["version"], result.code) == ("ampdbg.doctor", 1, 0)
@@ -98,10 +98,10 @@ def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path
     assert [line["topic"] for line in data["lines"]][:2] == ["torch", "GPU"]
 
 
-def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(
+def test_a_driver_that_raises_is_reported_within_40_lines_of_80_columns(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi names a GPU of this machine
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi reports a GPU of this machine
     raised = "CUDA error: unknown error"
     answering(monkeypatch, ["imported", "2.13.0", ""], ["gpus", None, raised], ["device", None, raised])
     result = here("doctor")
@@ -115,7 +115,7 @@ def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(
     assert max(map(len, lines)) <= 80
 
 
-def test_an_old_gpu_is_judged_by_what_its_driver_says(
+def test_an_old_gpu_is_judged_by_the_compute_capability_from_nvidia_smi(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_tools(monkeypatch, tmp_path, nvidia_smi=OLD)
@@ -125,7 +125,7 @@ def test_an_old_gpu_is_judged_by_what_its_driver_says(
     assert "none: it starts at 8.0, this is 6.1" in text
 
 
-def test_a_tool_that_fails_is_a_line(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_nvidia_smi_reports_its_message(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_tools(monkeypatch, tmp_path, nvidia_smi=BROKEN)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))
     text = told(here("doctor"))
@@ -135,8 +135,8 @@ def test_a_tool_that_fails_is_a_line(here: Here, tmp_path: Path, monkeypatch: py
 MISSING = "ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
 
 
-def test_without_torch_the_rest_is_told(tmp_path: Path) -> None:
-    """A Python with all that is installed here but torch, and with neither the metadata of it."""
+def test_doctor_without_torch_exits_with_2_and_still_reports_the_gpu(tmp_path: Path) -> None:
+    """The Python sees every package installed here except torch, and no metadata of torch."""
     packages = tmp_path / "packages"
     packages.mkdir()
     for folder in filter(os.path.isdir, sys.path):
@@ -161,12 +161,12 @@ def test_without_torch_the_rest_is_told(tmp_path: Path) -> None:
         pytest.param("__import__('os')._exit(3)", "ended with exit code 3", marks=pytest.mark.slow),
     ],
 )
-def test_a_torch_that_cannot_be_imported_is_a_line(error: str, said: str, tmp_path: Path) -> None:
+def test_a_torch_that_cannot_be_imported_is_reported_with_the_reason(error: str, said: str, tmp_path: Path) -> None:
     text = told(start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, BLOCKED.format(error=error))), 2)
     assert f"torch {INSTALLED} cannot be imported: {said}" in text
 
 
-def test_a_torch_and_a_tool_that_hang_are_left_after_their_time(
+def test_a_torch_and_tools_that_hang_are_abandoned_after_their_time_limits(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", HANGS))
@@ -192,10 +192,10 @@ while [ $i -lt 100 ]; do
 done
 exit 1
 """
-"""A tool that answers only once three are running."""
+"""A tool that answers only once three copies run at the same time."""
 
 
-def test_the_tools_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_runs_the_tools_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_tools(monkeypatch, tmp_path, nvidia_smi=REPLAY_SECONDS, nvcc=REPLAY_SECONDS)
     assert facts.this_machine().nvcc == "13.0"
 
@@ -215,7 +215,7 @@ CSV = "535.104.05, NVIDIA H100 80GB HBM3, 9.0"
         ("", [], ""),
     ],
 )
-def test_a_line_is_a_gpu_where_it_has_the_columns_that_were_asked_for(
+def test_only_nvidia_smi_lines_with_the_requested_columns_are_gpus(
     printed: str, gpus: list[Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_tools(monkeypatch, tmp_path, nvidia_smi=f"#!/bin/sh\nprintf '{printed}'\n")
@@ -223,7 +223,7 @@ def test_a_line_is_a_gpu_where_it_has_the_columns_that_were_asked_for(
     assert ([(gpu.name, gpu.capability) for gpu in driver.gpus], driver.problem) == (gpus, problem)
 
 
-def test_what_is_known_before_a_driver_hangs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_given_before_a_driver_hangs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[Any] = [
         ["imported", "2.13.0", ""],
         ["cuda", "13.0", ""],
@@ -238,7 +238,7 @@ def test_what_is_known_before_a_driver_hangs_is_kept(monkeypatch: pytest.MonkeyP
     assert "asked for its device: no answer within 1 s" in {j.topic: j.says for j in judged(Machine(seen))}["torch"]
 
 
-def test_each_question_is_answered_or_says_what_it_raised(
+def test_each_question_returns_its_answer_and_its_warning_or_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def warns() -> int:
@@ -249,7 +249,7 @@ def test_each_question_is_answered_or_says_what_it_raised(
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(environment, "QUESTIONS", {"a": warns, "b": raises, "c": lambda: 3})
-    environment.print_answers()
+    environment.answer()
     said = [json.loads(line)["ampdbg"] for line in capsys.readouterr().out.splitlines()]
     assert said == [
         ["a", 1, "the driver is too old"],

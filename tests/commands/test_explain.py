@@ -1,4 +1,4 @@
-"""``ampdbg explain``: the list, one code, JSON; as a program of its own and without torch; what each text keeps."""
+"""``ampdbg explain``: the list, one code, JSON, no import of torch, and complete texts."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def plain(code: str, width: int = 80) -> str:
     return as_text(code, Look(width, color=False, unicode=True))
 
 
-def test_without_a_code_it_lists_all(here: Here) -> None:
+def test_explain_without_a_code_lists_all_codes(here: Here) -> None:
     result = here("explain")
     assert (result.code, result.stderr) == (0, "")
     assert all(f"  {code} " in result.stdout for code in CODES)
@@ -36,7 +36,7 @@ def test_each_code_is_explained(code: str, here: Here) -> None:
     assert result.stdout.splitlines()[1] == explanation(code).title
 
 
-def test_json_is_the_data_of_one_or_of_all(here: Here) -> None:
+def test_json_prints_the_explanation_of_one_code_or_of_all_codes(here: Here) -> None:
     one = json.loads(here("explain", "true-nan", "--json").stdout)
     assert one == asdict(explanation("true-nan"))
     every = json.loads(here("explain", "--json").stdout)
@@ -44,7 +44,7 @@ def test_json_is_the_data_of_one_or_of_all(here: Here) -> None:
     assert one in every
 
 
-def test_the_program_answers_without_torch_in_plain_text(tmp_path: Path) -> None:
+def test_explain_prints_plain_text_without_importing_torch(tmp_path: Path) -> None:
     result = start(tmp_path, "explain", "mask-constant", flags=("-X", "importtime"), FORCE_COLOR="1", NO_COLOR="1")
     assert result.code == 0
     assert "ampdbg.report.explanation" in imported_by(result)
@@ -53,7 +53,7 @@ def test_the_program_answers_without_torch_in_plain_text(tmp_path: Path) -> None
     assert "masked_fill(~keep, torch.finfo(scores.dtype).min)" in result.stdout
 
 
-def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
+def test_a_stdout_without_unicode_gets_ascii(tmp_path: Path) -> None:
     result = start(tmp_path, "explain", "forward-overflow", PYTHONIOENCODING="ascii")
     assert result.code == 0
     assert result.stdout.startswith("forward-overflow - Forward pass\n")
@@ -61,7 +61,7 @@ def test_a_terminal_without_unicode_gets_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_its_text_has_all_of_the_file_in_80_columns_and_colour_changes_no_character(code: str) -> None:
+def test_each_explanation_is_complete_in_80_columns_with_and_without_colour(code: str) -> None:
     entry, text = explanation(code), plain(code)
     assert max(map(len, text.splitlines())) <= 80
     assert plain(code, width=120) == text

@@ -1,4 +1,4 @@
-"""``--html FILE``: on every command that makes a record, beside what it prints, also where the run failed."""
+"""``--html FILE``: every command that makes a record also writes a page, even if the run fails."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def _config(here: Here) -> None:
 
 @pytest.fixture
 def _healthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command comes to a healthy record at once."""
+    """Makes every command return a healthy record at once."""
 
     def made(given: CommandInput, **options: Any) -> Record:
         options["observer"].start(1)
@@ -37,7 +37,7 @@ def _healthy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_healthy")
 @pytest.mark.parametrize("command", ["scan", "ranges", "bisect", "cost", "suggest-fp32"])
-def test_each_command_writes_its_page_and_prints_as_it_would(command: str, here: Here) -> None:
+def test_the_html_option_writes_a_page_and_leaves_the_output_unchanged(command: str, here: Here) -> None:
     typed = (command, "c.yaml", "--quiet", "--record", "r.json")
     alone, result = here(*typed), here(*typed, "--html", "out/page.html")
     assert result == alone
@@ -46,13 +46,13 @@ def test_each_command_writes_its_page_and_prints_as_it_would(command: str, here:
     assert "c.yaml" in text
 
 
-def test_every_command_that_makes_a_record_has_the_option(here: Here) -> None:
+def test_only_commands_that_make_a_record_have_the_html_option(here: Here) -> None:
     for name in COMMANDS:
         assert ("--html" in here(name, "--help").stdout) == (name in MAKE_A_RECORD), name
 
 
 @pytest.mark.usefixtures("_healthy")
-def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
+def test_the_html_option_overwrites_an_earlier_page_and_no_other_file(here: Here) -> None:
     assert here("scan", "c.yaml", "--html", "page.html").code == 0
     assert here("scan", "c.yaml", "--html", "page.html").code == 0
     for name in ("c.yaml", "net.py"):
@@ -64,7 +64,7 @@ def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
     assert result.stderr == "error: --html new is the file of the record, and would be overwritten; name another file\n"
 
 
-def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
+def test_an_error_in_user_code_still_writes_the_page_of_the_earlier_steps(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(given: CommandInput, **options: Any) -> Record:
@@ -77,7 +77,7 @@ def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
     assert Path("page.html").read_text(encoding="utf-8").startswith(PAGE)
 
 
-def test_a_script_that_was_watched_leaves_its_page(tmp_path: Path) -> None:
+def test_run_with_the_html_option_writes_the_page_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')\n", encoding="utf-8")
     result = start(tmp_path, "run", "--html", "page.html", "train.py")
     assert result.stdout == "trained\n"

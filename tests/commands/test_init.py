@@ -1,4 +1,4 @@
-"""``ampdbg init``, ``schema`` and completion: what helps before the first run."""
+"""``ampdbg init``, ``ampdbg schema`` and shell completion, which help before the first run."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.commands.program import ROOT, Here, environment, start
 STARTER = ROOT / "ampdbg" / "config" / "starter"
 
 
-def test_init_and_scan_in_an_empty_folder_end_well(tmp_path: Path) -> None:
+def test_init_in_an_empty_folder_writes_a_workload_that_scans_as_healthy(tmp_path: Path) -> None:
     made = start(tmp_path, "init")
     assert (made.code, made.stderr) == (0, "")
     assert made.stdout == "ampdbg.yaml\nworkload.py\nNext: ampdbg scan\n"
@@ -28,7 +28,7 @@ def test_init_and_scan_in_an_empty_folder_end_well(tmp_path: Path) -> None:
     assert scanned.stdout.endswith("  ampdbg scan ampdbg.yaml --steps 200\n")
 
 
-def test_every_command_that_runs_a_workload_takes_the_config_of_the_folder(here: Here) -> None:
+def test_workload_commands_use_the_config_of_the_working_folder(here: Here) -> None:
     assert "Missing argument 'CONFIG'" in here("scan").stderr
     here("init")
     for verb in ("ranges", "bisect", "suggest-fp32"):
@@ -36,14 +36,14 @@ def test_every_command_that_runs_a_workload_takes_the_config_of_the_folder(here:
         assert result.code == 0, result
 
 
-def test_into_another_folder_which_is_made(here: Here) -> None:
+def test_init_creates_the_named_folder(here: Here) -> None:
     result = here("init", "a new one")
     assert result.stdout.splitlines()[-1] == "Next: cd 'a new one' && ampdbg scan"
     assert Path("a new one/ampdbg.yaml").is_file()
 
 
 @pytest.mark.parametrize("name", ["ampdbg.yaml", "workload.py"])
-def test_nothing_is_written_over(name: str, here: Here) -> None:
+def test_init_refuses_to_overwrite_either_file(name: str, here: Here) -> None:
     Path(name).write_text("mine", encoding="utf-8")
     result = here.refused("init")
     assert result.stderr.startswith(f"error: {name} exists already; ampdbg init overwrites nothing")
@@ -52,7 +52,7 @@ def test_nothing_is_written_over(name: str, here: Here) -> None:
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below", "n" * 300])
-def test_a_folder_that_cannot_be_made_is_named(folder: str, here: Here) -> None:
+def test_a_folder_that_init_cannot_create_is_named(folder: str, here: Here) -> None:
     Path("file").touch()
     result = here("init", folder)
     assert (result.code, result.stderr.startswith(f"error: {folder}: cannot be written: ")) == (2, True)
@@ -60,9 +60,7 @@ def test_a_folder_that_cannot_be_made_is_named(folder: str, here: Here) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no device that is always full")
 @pytest.mark.parametrize("folder", ["new", "old"])
-def test_a_disk_that_is_full_is_left_with_no_half_of_it(
-    folder: str, here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_on_a_full_disk_leaves_no_files(folder: str, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Path.open
 
     def full(path: Path, *how: Any, **more: Any) -> Any:
@@ -79,17 +77,17 @@ def test_a_disk_that_is_full_is_left_with_no_half_of_it(
     assert sorted(Path().rglob("*")) == [Path("old")]
 
 
-def test_a_link_that_leads_nowhere_is_there(here: Here) -> None:
+def test_init_does_not_overwrite_a_dangling_symlink(here: Here) -> None:
     Path("ampdbg.yaml").symlink_to("nowhere")
     assert here("init").stderr.startswith("error: ampdbg.yaml exists already")
 
 
-def test_a_name_is_shown_without_what_it_would_do_to_a_terminal_or_a_shell(here: Here) -> None:
+def test_folder_names_are_escaped_for_the_terminal_and_the_shell(here: Here) -> None:
     assert here("init", "a\x1b[31mb").stdout.splitlines()[0] == "a\\x1b[31mb/ampdbg.yaml"
     assert here("init", "--", "-x").stdout.splitlines()[-1] == "Next: cd ./-x && ampdbg scan"
 
 
-def test_the_keys_behind_a_hash_show_their_defaults(here: Here) -> None:
+def test_the_commented_keys_of_the_starter_config_show_their_defaults(here: Here) -> None:
     here("init")
     given = Path("ampdbg.yaml").read_text(encoding="utf-8")
     uncommented = re.sub(r"^# ( *(?:\w+): .*)$", r"\1", given, flags=re.MULTILINE)
@@ -110,7 +108,7 @@ def test_the_keys_behind_a_hash_show_their_defaults(here: Here) -> None:
     assert load_config(Path("ampdbg.yaml")).train.steps == 20
 
 
-def test_the_workload_is_code_as_this_project_writes_it(tmp_path: Path) -> None:
+def test_the_starter_workload_passes_ruff_check_and_ruff_format(tmp_path: Path) -> None:
     (tmp_path / "workload.py").write_bytes((STARTER / "workload.py.txt").read_bytes())
     for check in (("check",), ("format", "--check")):
         command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length=120", "workload.py"]
@@ -118,7 +116,7 @@ def test_the_workload_is_code_as_this_project_writes_it(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_schema_is_printed(here: Here) -> None:
+def test_the_schema_command_prints_the_json_schema(here: Here) -> None:
     result = here("schema")
     assert (result.code, result.stderr) == (0, "")
     assert json.loads(result.stdout) == json_schema()
@@ -133,7 +131,7 @@ def test_the_schema_is_printed(here: Here) -> None:
         pytest.param("ampdbg scan --fail-on w", {"warning"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_shell_completes_what_is_typed(typed: str, offered: set[str], tmp_path: Path) -> None:
+def test_shells_complete_commands_codes_and_option_values(typed: str, offered: set[str], tmp_path: Path) -> None:
     words = {"_AMPDBG_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     done = subprocess.run(
         [sys.executable, "-c", "from ampdbg.commands.app import main; main()"],

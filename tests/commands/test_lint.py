@@ -1,4 +1,4 @@
-"""``ampdbg lint``: what it prints and writes, its settings, its formats, and files that it cannot look at."""
+"""``ampdbg lint``: output, fixes, settings, formats, notebooks, and files that it cannot read."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def write(here: Here, name: str, text: str | bytes) -> Path:
     return path
 
 
-def test_a_finding_has_its_line_its_remedy_and_exit_code_1(here: Here) -> None:
+def test_a_finding_prints_its_line_and_remedy_and_exits_with_1(here: Here) -> None:
     write(here, "train.py", CLIPS)
     done = here("lint", "train.py")
     assert (done.code, done.stderr) == (1, "")
@@ -68,13 +68,13 @@ def test_a_finding_has_its_line_its_remedy_and_exit_code_1(here: Here) -> None:
     )
 
 
-def test_nothing_found_is_exit_code_0(here: Here) -> None:
+def test_lint_exits_with_0_if_nothing_is_found(here: Here) -> None:
     write(here, "train.py", FIXED)
     done = here("lint", ".")
     assert (done.code, done.stdout) == (0, "✓ Nothing found in 1 file.\n")
 
 
-def test_information_alone_is_shown_and_is_no_failure(here: Here) -> None:
+def test_an_info_finding_is_shown_and_exits_with_0(here: Here) -> None:
     scheduled = "    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n    for x"
     text = FIXED.replace("    for x", scheduled) + "        scheduler.step()\n"
     write(here, "train.py", text)
@@ -83,7 +83,7 @@ def test_information_alone_is_shown_and_is_no_failure(here: Here) -> None:
     assert "info misuse-scheduler-on-skip" in done.stdout
 
 
-def test_the_diff_is_git_s_and_writes_nothing(here: Here) -> None:
+def test_diff_prints_a_patch_for_git_apply_and_writes_nothing(here: Here) -> None:
     path = write(here, "train.py", CLIPS)
     done = here("lint", "--diff", "train.py")
     assert done.code == 1
@@ -93,7 +93,7 @@ def test_the_diff_is_git_s_and_writes_nothing(here: Here) -> None:
     assert here("lint", "--diff", "train.py").code == 0
 
 
-def test_a_fix_is_written_and_keeps_the_rest_of_the_file(here: Here) -> None:
+def test_fix_keeps_the_encoding_line_endings_and_mode_of_the_file(here: Here) -> None:
     text = "# -*- coding: latin-1 -*-\n# Gr\u00f6\u00dfe\n" + CLIPS.replace("1.0)", "1.0)\t# \u00a0\f ")
     path = write(here, "train.py", text.replace("\n", "\r\n").encode("latin-1"))
     path.chmod(0o755)
@@ -106,7 +106,7 @@ def test_a_fix_is_written_and_keeps_the_rest_of_the_file(here: Here) -> None:
     assert here("lint", "--fix", "train.py").stdout == "✓ Nothing found in 1 file.\n"
 
 
-def test_codes_are_selected_and_ignored_by_their_names_or_how_they_begin(here: Here) -> None:
+def test_select_and_ignore_take_codes_and_prefixes_of_codes(here: Here) -> None:
     write(here, "train.py", CLIPS)
     write(here, "old.py", OLD)
     assert codes(here, ".") == ["deprecated-amp", "misuse-clip-scaled"]
@@ -127,12 +127,12 @@ def test_codes_are_selected_and_ignored_by_their_names_or_how_they_begin(here: H
         ("# ignore", ["misuse-clip-scaled"]),
     ],
 )
-def test_a_comment_ignores_all_of_its_line_or_what_it_names(here: Here, comment: str, left: list[str]) -> None:
+def test_an_ignore_comment_covers_its_whole_line_or_the_named_codes(here: Here, comment: str, left: list[str]) -> None:
     write(here, "train.py", CLIPS.replace("1.0)\n", f"1.0)  {comment}\n"))
     assert codes(here, "train.py") == left
 
 
-def test_a_fix_that_would_cure_what_is_ignored_too_is_not_made(here: Here) -> None:
+def test_a_fix_that_would_also_repair_an_ignored_finding_is_not_made(here: Here) -> None:
     text = OLD + "\nwith autocast():  # ampdbg: ignore\n    pass\n"
     path = write(here, "old.py", text)
     (finding,) = as_json(here, "old.py")["findings"]
@@ -142,7 +142,7 @@ def test_a_fix_that_would_cure_what_is_ignored_too_is_not_made(here: Here) -> No
 
 
 @pytest.mark.parametrize("text", ['f"{autocast()}"', "f'{autocast()}' \"\"", 'f"""\n{autocast()}"""'])
-def test_a_fix_within_an_f_string_is_none(here: Here, text: str) -> None:
+def test_a_finding_inside_an_f_string_is_not_fixable(here: Here, text: str) -> None:
     source = f"from torch.cuda.amp import autocast\n\nx = {text}\n"
     path = write(here, "a.py", source)
     assert [one["fixable"] for one in as_json(here, "a.py")["findings"]] == [False]
@@ -151,7 +151,7 @@ def test_a_fix_within_an_f_string_is_none(here: Here, text: str) -> None:
     assert (done.code, "can be fixed" in done.stdout, path.read_text()) == (1, False, source)
 
 
-def test_the_rest_of_its_file_is_fixed(here: Here) -> None:
+def test_fix_repairs_the_code_after_an_unfixable_f_string(here: Here) -> None:
     source = 'import torch\n\nx = f"{torch.cuda.amp.autocast()}"\n'
     path = write(here, "a.py", source + CLIPS)
     assert [one["fixable"] for one in as_json(here, "a.py")["findings"]] == [False, True]
@@ -159,7 +159,7 @@ def test_the_rest_of_its_file_is_fixed(here: Here) -> None:
     assert path.read_text() == source + FIXED
 
 
-def test_pyproject_holds_the_settings_of_a_project(here: Here) -> None:
+def test_pyproject_sets_ignore_and_exclude_and_the_ignore_option_replaces_its_list(here: Here) -> None:
     write(here, "a.py", CLIPS)
     write(here, "made/b.py", CLIPS)
     write(here, "old.py", OLD)
@@ -176,7 +176,7 @@ def test_pyproject_holds_the_settings_of_a_project(here: Here) -> None:
         ('ignore = ["misuse-typo"]', "ignore: 'misuse-typo' is no code of a rule; allowed: "),
     ],
 )
-def test_what_is_wrong_in_it_is_told_with_its_key(here: Here, table: str, said: str) -> None:
+def test_a_mistake_in_pyproject_is_reported_with_its_key(here: Here, table: str, said: str) -> None:
     write(here, "pyproject.toml", f"[tool.ampdbg.lint]\n{table}\n")
     done = here("lint", ".")
     assert done.code == 2
@@ -194,7 +194,7 @@ def test_what_is_wrong_in_it_is_told_with_its_key(here: Here, table: str, said: 
         ("setup.py", 'setup(install_requires=[\n    "torch >= 1.7",\n])\n', False),
     ],
 )
-def test_a_spelling_is_deprecated_from_the_torch_on_that_a_project_asks_for(
+def test_a_deprecated_spelling_is_not_reported_if_the_project_allows_an_older_torch(
     here: Here, file: str, text: str, is_told: bool
 ) -> None:
     write(here, "old.py", OLD)
@@ -202,7 +202,7 @@ def test_a_spelling_is_deprecated_from_the_torch_on_that_a_project_asks_for(
     assert codes(here, ".") == ["deprecated-amp"] * is_told
 
 
-def test_a_mask_constant_counts_where_a_file_of_the_project_trains_in_half(here: Here) -> None:
+def test_a_mask_constant_is_reported_only_if_its_project_trains_in_half_precision(here: Here) -> None:
     write(here, "one/requirements.txt", "torch\n")
     write(here, "one/model.py", ATTEND)
     write(here, "two/requirements.txt", "torch\n")
@@ -216,7 +216,7 @@ def test_a_mask_constant_counts_where_a_file_of_the_project_trains_in_half(here:
 
 
 @pytest.mark.parametrize("mark", ["", "requirements.txt", "pack/requirements.txt"])
-def test_what_files_know_of_each_other_does_not_depend_on_how_they_are_given(here: Here, mark: str) -> None:
+def test_findings_do_not_depend_on_the_way_the_paths_are_given(here: Here, mark: str) -> None:
     write(here, "pack/deep/model.py", ATTEND)
     write(here, "train.py", FIXED)
     if mark:
@@ -231,7 +231,7 @@ def test_what_files_know_of_each_other_does_not_depend_on_how_they_are_given(her
 # Formats
 
 
-def test_json_has_all_of_it(here: Here) -> None:
+def test_json_has_the_format_the_file_count_and_the_findings(here: Here) -> None:
     write(here, "train.py", CLIPS)
     found = as_json(here, "train.py")
     assert (found["format"], found["version"], found["files"], found["problems"]) == ("ampdbg.lint", 1, 1, [])
@@ -239,14 +239,14 @@ def test_json_has_all_of_it(here: Here) -> None:
     assert (finding["line"], finding["column"], finding["severity"], finding["fixable"]) == (10, 9, "error", True)
 
 
-def test_github_shows_a_finding_at_its_line(here: Here) -> None:
+def test_the_github_format_places_a_finding_at_its_line(here: Here) -> None:
     write(here, "a,b.py", CLIPS)
     done = here("lint", "--format", "github", "a,b.py")
     assert done.stdout.startswith("::error file=a%2Cb.py,line=10,col=9,title=misuse-clip-scaled::the code clips ")
     assert done.stdout.count("\n") == 1
 
 
-def test_sarif_is_as_its_schema_says(here: Here) -> None:
+def test_sarif_output_is_valid_and_places_the_finding_at_its_line(here: Here) -> None:
     write(here, "train.py", CLIPS)
     log = json.loads(here("lint", "--format", "sarif", ".").stdout)
     assert mistakes(log) == []
@@ -267,7 +267,7 @@ def notebook(*cells: str) -> str:
     return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 
-def test_a_notebook_s_cells_are_one_text_and_are_fixed_in_their_form(here: Here) -> None:
+def test_a_notebook_is_linted_across_cells_and_fixed_in_its_own_format(here: Here) -> None:
     first, magic = "%matplotlib inline\n!pip install torch\nimport torch", "%%bash\nnot python"
     path = write(here, "train.ipynb", notebook(first, magic, CLIPS))
     (finding,) = as_json(here, ".")["findings"]
@@ -277,7 +277,7 @@ def test_a_notebook_s_cells_are_one_text_and_are_fixed_in_their_form(here: Here)
     assert path.read_text("utf-8") == notebook(first, magic, FIXED)
 
 
-def test_a_notebook_that_would_not_keep_its_form_is_told(here: Here) -> None:
+def test_a_notebook_that_cannot_be_fixed_in_its_own_format_is_left_unchanged(here: Here) -> None:
     path = write(here, "train.ipynb", notebook(CLIPS).replace("\n", ""))
     done = here("lint", "--fix", ".")
     assert "train.ipynb cannot be fixed in its own format" in done.stderr
@@ -285,15 +285,15 @@ def test_a_notebook_that_would_not_keep_its_form_is_told(here: Here) -> None:
     assert path.read_text("utf-8") == notebook(CLIPS).replace("\n", "")
 
 
-# What cannot be looked at
+# Files that cannot be read
 
 
-def test_each_file_that_cannot_be_looked_at_has_one_line(here: Here) -> None:
+def test_each_file_that_cannot_be_read_or_parsed_has_a_problem_of_one_line(here: Here) -> None:
     write(here, "python2.py", f"{OLD}print 'autocast'\n")
     write(here, "bytes.py", OLD.encode() + b"# \xff\n")
     write(here, "cookie.py", f"# coding: klingon\n{OLD}")
     write(here, "null.py", OLD.encode() + b"x = '\x00'\n")
-    # A depth that no Python parses: 3.10 and 3.13 do read 5000.
+    # No Python parses this depth; 3.10 and 3.13 do parse 5000.
     write(here, "deep.py", f"{OLD}x = {'-' * 20_000}1\n")
     write(here, "huge.py", OLD.encode() * 40_000)
     write(here, "book.ipynb", OLD)
@@ -321,7 +321,7 @@ def test_each_file_that_cannot_be_looked_at_has_one_line(here: Here) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="nothing is unreadable for root")
-def test_an_unreadable_file_has_a_line(here: Here) -> None:
+def test_a_file_without_read_permission_is_reported(here: Here) -> None:
     write(here, "train.py", CLIPS).chmod(0)
     assert [one["problem"] for one in as_json(here, ".")["problems"]] == ["cannot be read: Permission denied"]
 
@@ -340,38 +340,38 @@ def test_a_folder_with_nothing_to_lint_is_an_error(here: Here) -> None:
 
 
 @pytest.mark.parametrize("deep", ["-" * 50_000 + "1", "lambda: " * 5_000 + "1", "f" + "()" * 50_000])
-def test_a_file_nested_beyond_pythons_parser_has_a_line(here: Here, deep: str) -> None:
+def test_a_file_nested_too_deeply_for_the_parser_is_reported(here: Here, deep: str) -> None:
     write(here, "deep.py", f"{OLD}x = {deep}\n")
     done = here("lint", "deep.py")
-    is_read = deep.startswith("f") and sys.version_info < (3, 11)  # whose parser takes any number of calls in a row
+    is_read = deep.startswith("f") and sys.version_info < (3, 11)  # its parser takes any number of calls in a row
     assert (done.code, done.stderr) == (1 if is_read else 2, "")
     assert ("deep.py: does not parse: it is nested too deeply" in done.stdout) != is_read
 
 
-def test_a_file_that_is_met_twice_is_linted_once(here: Here) -> None:
+def test_a_file_reached_by_two_paths_is_linted_once(here: Here) -> None:
     path = write(here, "train.py", CLIPS)
     (here.folder / "link.py").symlink_to(path)
     assert len(codes(here, ".", "train.py")) == 1
 
 
-def test_many_files_are_linted_by_several_processes_in_the_same_order(here: Here) -> None:
+def test_lint_with_several_processes_keeps_the_order_of_the_files(here: Here) -> None:
     for number in range(engine.ENOUGH_FOR_PROCESSES + 5):
         write(here, f"{number:03}.py", CLIPS)
     found = engine.lint([str(here.folder)], Settings())
     assert [Path(one.path).name for one in found.findings] == sorted(one.name for one in here.folder.glob("*.py"))
 
 
-def test_torch_is_not_imported(tmp_path: Path) -> None:
+def test_lint_imports_neither_torch_nor_libcst(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLIPS)
     done = start_anew(tmp_path, "lint", "train.py", flags=("-X", "importtime"))
     assert done.code == 1
     assert not {"torch", "libcst"} & imported_by(done)
 
 
-# The misuses that are planted for the watched loop
+# The misuses planted for the watched loop
 
 
-def test_no_healthy_loop_of_the_zoo_is_blamed_and_planted_misuses_are_found_at_their_line() -> None:
+def test_lint_blames_no_healthy_zoo_loop_and_only_the_marked_planted_lines() -> None:
     zoo = ROOT / "tests" / "zoo_misuse"
     assert engine.lint([str(zoo / "healthy.py"), str(zoo / "parts.py")], Settings()).findings == ()
     found = engine.lint([str(zoo / "planted.py")], Settings()).findings

@@ -1,4 +1,4 @@
-"""A run that the machine stops ends with what to type next."""
+"""A run that this machine cannot complete ends with the next command to type."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ for _ in range(3):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the script runs where there is a GPU")
-def test_a_script_that_needs_a_gpu_ends_with_the_command_that_emulates_one(tmp_path: Path) -> None:
+def test_a_script_that_needs_a_gpu_ends_with_the_emulate_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NEEDS_A_GPU, encoding="utf-8")
     ended = start(tmp_path, "run", "train.py", "--emulate", "--epochs", "3")
     said = ended.stderr.splitlines()
@@ -48,12 +48,12 @@ def test_a_script_that_needs_a_gpu_ends_with_the_command_that_emulates_one(tmp_p
             "To give it to ampdbg: ampdbg run --emulate train.py --epochs 3"
         ),
     ]
-    # As it was told to: the script runs, and has the option that is its own.
+    # The suggested command works: the script runs and gets its own option.
     again = start(tmp_path, "run", "--emulate", "--fail-on=never", "train.py", "--epochs", "3")
     assert (again.code, again.stdout) == (0, "['--epochs', '3']\n")
 
 
-def test_an_option_behind_a_script_that_takes_it_is_no_matter(tmp_path: Path) -> None:
+def test_options_after_the_script_are_passed_to_the_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n", encoding="utf-8")
     ended = start(tmp_path, "run", "train.py", "--quiet", "--record=x.json")
     assert (ended.code, ended.stdout) == (0, "['--quiet', '--record=x.json']\n")
@@ -61,7 +61,7 @@ def test_an_option_behind_a_script_that_takes_it_is_no_matter(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("precision", "is_said"), [("fp16", True), ("bf16", False)])
-def test_a_framework_that_drops_fp16_on_a_cpu_is_named_where_it_happens(
+def test_accelerate_that_drops_fp16_on_a_cpu_is_reported_with_the_emulate_command(
     tmp_path: Path, precision: str, is_said: bool
 ) -> None:
     (tmp_path / "train.py").write_text(ACCELERATED.format(precision=precision), encoding="utf-8")
@@ -72,9 +72,9 @@ def test_a_framework_that_drops_fp16_on_a_cpu_is_named_where_it_happens(
     assert ("ampdbg run --emulate train.py" in said) is is_said
 
 
-def test_an_example_whose_data_package_is_missing_names_its_install(tmp_path: Path) -> None:
+def test_a_missing_data_package_ends_with_its_pip_install_command(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {target: m.py:Net}\ndata: {target: m.py:batches}\n", encoding="utf-8")
-    # What an import of it raises where it is missing.
+    # Raises the error of an import of the missing package.
     missing = "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')\nNet = batches = None\n"
     (tmp_path / "m.py").write_text(missing, encoding="utf-8")
     ended = start(tmp_path, "scan", "run.yaml")

@@ -1,4 +1,4 @@
-"""What a stream can show, and that only results reach stdout."""
+"""The display that a stream supports, results alone on stdout, and safe writes of output files."""
 
 import io
 import os
@@ -19,7 +19,7 @@ from tests.report.records import healthy
 
 
 class Terminal(io.TextIOWrapper):
-    """A stream that calls itself a terminal."""
+    """A stream whose ``isatty`` returns True."""
 
     def __init__(self, encoding: str = "utf-8") -> None:
         super().__init__(io.BytesIO(), encoding=encoding)
@@ -35,17 +35,17 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def test_a_terminal_gets_colours_and_its_width() -> None:
+def test_a_terminal_gets_colours_unicode_and_its_own_width() -> None:
     look = look_of(Terminal())
     assert (look.width, look.color, look.unicode) == (100, True, True)
 
 
-def test_lines_longer_than_140_are_hard_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_width_is_at_most_140_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     assert look_of(Terminal()).width == 140
 
 
-def test_a_pipe_gets_80_plain_columns() -> None:
+def test_a_pipe_gets_80_columns_without_colour() -> None:
     look = look_of(io.StringIO())
     assert (look.width, look.color) == (80, False)
 
@@ -54,7 +54,7 @@ def test_a_pipe_gets_80_plain_columns() -> None:
     ("variable", "value", "is_rich"),
     [("NO_COLOR", "1", False), ("TERM", "dumb", False), ("TERM", "unknown", False), ("NO_COLOR", "", True)],
 )
-def test_colour_and_animation_can_be_refused(
+def test_no_color_and_dumb_terminals_turn_off_colour_and_animation(
     variable: str, value: str, is_rich: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -62,11 +62,11 @@ def test_colour_and_animation_can_be_refused(
 
 
 @pytest.mark.parametrize(("encoding", "carries"), [("utf-8", True), ("ascii", False), ("cp1252", False)])
-def test_an_encoding_without_the_charts_characters_gets_ascii(encoding: str, carries: bool) -> None:
+def test_an_encoding_without_chart_characters_gets_ascii(encoding: str, carries: bool) -> None:
     assert look_of(Terminal(encoding)).unicode is carries
 
 
-def test_what_is_printed_inside_or_later_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_printed_during_or_after_results_only_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with stdout_given_back():
         stdout = sys.stdout
         with results_only() as result:
@@ -84,7 +84,7 @@ def test_what_is_printed_inside_or_later_goes_to_stderr(capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(("interrupts", "is_written"), [(1, True), (2, False)])
-def test_an_interrupt_comes_behind_the_record_and_a_second_does_not_wait_for_it(
+def test_the_first_interrupt_waits_for_the_record_and_the_second_does_not(
     interrupts: int, is_written: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.json"
@@ -107,7 +107,7 @@ def test_an_interrupt_comes_behind_the_record_and_a_second_does_not_wait_for_it(
 @pytest.mark.parametrize(
     "first", ["Keeps in FP32 under autocast: net.", "The weights are stored in bfloat16, which this cures:"]
 )
-def test_a_patch_is_written_over_an_earlier_one(tmp_path: Path, first: str) -> None:
+def test_output_may_overwrite_an_earlier_patch_but_not_another_file(tmp_path: Path, first: str) -> None:
     file = tmp_path / "amp.patch"
     file.write_text(f"# {first}\n#   - train.py:3\ndiff --git a/train.py b/train.py\n", encoding="utf-8")
     check_place("--output", file, "diff")

@@ -1,4 +1,4 @@
-"""The real program on a real, tiny training run: clean stdout, signals, closed pipes, the user's own errors."""
+"""The real program on a tiny training run: clean stdout, signals, closed pipes and user errors."""
 
 import contextlib
 import itertools
@@ -83,13 +83,13 @@ train: {steps: 3, device: cpu}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with ``c.yaml`` and the workload it names."""
+    """A folder with ``c.yaml`` and its workload."""
     (tmp_path / "workload.py").write_text(WORKLOAD, encoding="utf-8")
     (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
     return tmp_path
 
 
-def test_a_healthy_run_exits_0_and_its_record_is_shown_again(folder: Path) -> None:
+def test_a_healthy_scan_exits_with_0_and_report_repeats_its_first_lines(folder: Path) -> None:
     result = start(folder, "scan", "c.yaml")
     assert result.code == 0, result.stderr
     assert result.stdout.startswith("✓ Healthy")
@@ -98,7 +98,7 @@ def test_a_healthy_run_exits_0_and_its_record_is_shown_again(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_only_the_record_reaches_stdout_whatever_else_prints(folder: Path) -> None:
+def test_json_prints_only_the_record_on_stdout_even_if_user_code_prints(folder: Path) -> None:
     loud = ("--set", "data.args.loud=true", "--set", "model.args.gain=1e5")
     result = start_anew(folder, "scan", "c.yaml", "--json", *loud)
     assert result.code == 1, result.stderr
@@ -110,7 +110,7 @@ def test_only_the_record_reaches_stdout_whatever_else_prints(folder: Path) -> No
     assert "printed at import\n" in result.stderr
 
 
-def test_what_a_dataloaders_workers_print_goes_to_stderr(folder: Path) -> None:
+def test_output_of_dataloader_workers_goes_to_stderr(folder: Path) -> None:
     result = start(folder, "scan", "c.yaml", "--json", "--set", "data.target=workload.py:loader")
     assert result.code == 0, result.stderr
     assert json.loads(result.stdout)["verdict"] == "healthy"
@@ -136,7 +136,7 @@ INTERRUPTED = {
 @posix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("given", "at", "says"), INTERRUPTED.values(), ids=INTERRUPTED)
-def test_an_interrupted_run_exits_130_with_its_record_and_report(
+def test_an_interrupted_run_exits_with_130_and_leaves_a_record_and_a_report(
     given: tuple[str, ...],
     at: str,
     says: str,
@@ -177,7 +177,7 @@ def test_an_interrupted_run_exits_130_with_its_record_and_report(
 
 @contextlib.contextmanager
 def gone() -> Iterator[int]:
-    """The end of a pipe whose reader has left."""
+    """The write end of a pipe whose read end is closed."""
     reading, writing = os.pipe()
     os.close(reading)
     yield writing
@@ -187,7 +187,7 @@ def gone() -> Iterator[int]:
 @pytest.mark.slow
 @posix
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_reader_that_leaves_early_is_no_error(stream: str, folder: Path) -> None:
+def test_a_closed_stdout_or_stderr_pipe_does_not_fail_the_scan(stream: str, folder: Path) -> None:
     with gone() as writing:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writing}
         ran = subprocess.run(
@@ -202,7 +202,7 @@ def test_a_reader_that_leaves_early_is_no_error(stream: str, folder: Path) -> No
         assert ran.stdout.startswith("✓ Healthy".encode())
 
 
-def test_an_error_in_mid_run_costs_none_of_the_steps_before_it(folder: Path) -> None:
+def test_a_user_error_during_a_run_keeps_the_steps_before_the_error(folder: Path) -> None:
     result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=2")
     assert (result.code, result.stdout) == (2, "")
     error, hint = result.stderr.splitlines()[-2:]
@@ -216,7 +216,7 @@ def test_an_error_in_mid_run_costs_none_of_the_steps_before_it(folder: Path) -> 
     assert record.error in " ".join(report.split())
 
 
-def test_what_went_wrong_before_an_error_is_diagnosed_and_kept_where_asked(folder: Path) -> None:
+def test_an_overflow_before_a_user_error_is_diagnosed_in_the_requested_record(folder: Path) -> None:
     overflows = ("--set", "model.args.gain=1e5", "--set", "data.args.fail_at=2", "--record", "here.json")
     result = start(folder, "scan", "c.yaml", "--quiet", *overflows)
     assert result.code == 2
@@ -227,7 +227,7 @@ def test_what_went_wrong_before_an_error_is_diagnosed_and_kept_where_asked(folde
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_record_byte_for_byte_but_for_times(folder: Path) -> None:
+def test_the_same_seed_gives_the_same_record_bytes_except_for_times(folder: Path) -> None:
     def scanned(*settings: str) -> str:
         result = start(folder, "scan", "c.yaml", "--json", "--quiet", "--set", "model.args.gain=1e5", *settings)
         assert result.code == 1, result.stderr
@@ -251,7 +251,7 @@ UNWRITABLE = "error: stdout: cannot be written: "
 @pytest.mark.parametrize(
     ("closed", "code"), [(">&-", 2), ("2>&-", 0), (">&- 2>&-", 2), ("2>/dev/full", 0), (">/dev/full", 2)]
 )
-def test_without_a_stream_to_write_to_the_record_is_kept_all_the_same(closed: str, code: int, folder: Path) -> None:
+def test_a_closed_or_full_output_stream_does_not_lose_the_record(closed: str, code: int, folder: Path) -> None:
     (folder / "workload.py").write_text(WORKLOAD.replace('print("printed at import")', ""), encoding="utf-8")
     line = f"{shlex.join(command('scan', 'c.yaml'))} {closed}"
     done = subprocess.run(
@@ -275,7 +275,7 @@ FULL = f"{UNWRITABLE}No space left on device\n"
     ("arguments", "message"),
     [("--help", FULL), ("--version", FULL), ("explain", FULL), ("scan --nope 2>/dev/full", "")],
 )
-def test_what_needs_no_run_and_cannot_be_written_is_code_2(arguments: str, message: str, tmp_path: Path) -> None:
+def test_a_command_without_a_run_exits_with_2_if_stdout_is_full(arguments: str, message: str, tmp_path: Path) -> None:
     line = f"{shlex.join(command())} {arguments} >/dev/full"
     done = subprocess.run(
         line, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
@@ -285,7 +285,7 @@ def test_what_needs_no_run_and_cannot_be_written_is_code_2(arguments: str, messa
 
 @posix
 @pytest.mark.parametrize(("arguments", "code"), [("--help", 0), ("--version", 0), ("explain", 0), ("scan --nope", 2)])
-def test_a_reader_that_has_gone_is_no_finding(arguments: str, code: int, tmp_path: Path) -> None:
+def test_a_closed_pipe_keeps_the_exit_code_and_prints_no_error(arguments: str, code: int, tmp_path: Path) -> None:
     with gone() as writing:
         out, error = (subprocess.PIPE, writing) if code else (writing, subprocess.PIPE)
         given = command(*arguments.split())
@@ -309,7 +309,7 @@ main()
 
 
 @posix
-def test_ctrl_c_while_the_program_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_imports_exits_with_130_and_no_traceback(tmp_path: Path) -> None:
     program = [sys.executable, "-c", INTERRUPTED_IMPORT]
     done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
@@ -325,7 +325,7 @@ loss = torch.nn.functional.cross_entropy
 
 
 @pytest.mark.parametrize("given", ["scan c.yaml", "bisect --module m.py --steps 1"])
-def test_code_that_changes_the_working_folder_does_not_move_the_record(given: str, folder: Path) -> None:
+def test_user_code_that_changes_the_working_folder_does_not_move_the_record(given: str, folder: Path) -> None:
     (folder / "elsewhere").mkdir()
     init = "        super().__init__()\n"
     wandering = WORKLOAD.replace(init, f'{init}        os.chdir("elsewhere")\n')
@@ -338,7 +338,7 @@ def test_code_that_changes_the_working_folder_does_not_move_the_record(given: st
 
 
 @pytest.mark.slow
-def test_scans_in_threads_wait_for_each_other_and_leave_no_module(folder: Path) -> None:
+def test_scans_in_two_threads_keep_workloads_apart_and_leave_no_module(folder: Path) -> None:
     (folder / "other").mkdir()
     for name in ("workload.py", "c.yaml"):
         (folder / "other" / name).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
@@ -349,20 +349,22 @@ def test_scans_in_threads_wait_for_each_other_and_leave_no_module(folder: Path) 
     assert "workload" not in sys.modules
 
 
-def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_scan_from_python_observes_each_step_and_writes_no_file(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     seen: list[Step] = []
     record = ampdbg.scan(
         folder / "c.yaml", steps=2, seed=5, overrides=["model.args.gain=1e5"], observer=observing(step=seen.append)
     )
     assert (record.verdict, record.planned_steps, record.config["train"]["seed"]) == ("precision", 2, 5)
-    # As text: a NaN is not equal to itself, and from Python 3.13 on neither is a dataclass that holds it.
+    # As text: a NaN is not equal to itself; since Python 3.13, neither is a dataclass that holds one.
     assert list(map(repr, seen)) == list(map(repr, record.steps))
     assert not (folder / ".ampdbg").exists()
     assert "printed at import" in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_python_needs_no_typer_and_takes_a_record_and_any_path(folder: Path) -> None:
+def test_scan_from_python_does_not_import_typer_and_takes_a_record_path(folder: Path) -> None:
     program = (
         "import sys, ampdbg; record = ampdbg.scan('c.yaml', steps=2); ampdbg.write_record(record, 'r.json'); "
         "assert 'typer' not in sys.modules; print(ampdbg.scan('r.json').planned_steps)"
@@ -388,7 +390,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
-def test_an_interrupt_while_torch_is_imported_raises_nothing_in_there(tmp_path: Path, number: str) -> None:
+def test_an_interrupt_during_the_torch_import_is_not_raised_inside_the_import(tmp_path: Path, number: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(TORCH.format(signal=number))
     (tmp_path / "c.yaml").write_text("model: {target: w.py:Net}\ndata: {target: w.py:batches}\n")

@@ -1,4 +1,4 @@
-"""The progress display: a live bar on a terminal that costs a step nothing, plain lines elsewhere."""
+"""The progress display: a live bar on a terminal, at no cost to a step, and plain lines elsewhere."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from tests.report.records import healthy_step, overflow, skipped_step
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """A terminal; ``watching`` makes it stderr, which pytest sets anew after every fixture."""
+    """A terminal; ``watching`` makes it stderr, because pytest replaces stderr after every fixture."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
@@ -42,7 +42,7 @@ def without_codes(terminal: Terminal) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_on(terminal))
 
 
-def test_a_terminal_sees_loading_then_step_loss_scale_and_skips(terminal: Terminal) -> None:
+def test_a_terminal_shows_loading_then_step_loss_scale_and_skips(terminal: Terminal) -> None:
     with watching(terminal) as watcher:
         watcher.start(50)
         assert "loading model and data" in shown_on(terminal)
@@ -50,7 +50,7 @@ def test_a_terminal_sees_loading_then_step_loss_scale_and_skips(terminal: Termin
     assert re.search(r"step .* 1/50 .*loss 2\.5  scale 65,536  skipped 1", without_codes(terminal))
 
 
-def test_each_level_of_a_comparison_begins_anew(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_restarts_for_each_level_of_a_comparison(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
     with watching(terminal) as watcher:
         watcher.start(2)
@@ -65,9 +65,7 @@ def test_each_level_of_a_comparison_begins_anew(terminal: Terminal, monkeypatch:
     ]
 
 
-def test_the_bar_is_drawn_ten_times_a_second_however_fast_the_steps(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fast_steps_draw_the_bar_only_ten_times_a_second(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with watching(terminal) as watcher:
@@ -79,14 +77,14 @@ def test_the_bar_is_drawn_ten_times_a_second_however_fast_the_steps(
     assert 9 <= drawn <= 11
 
 
-def test_no_thread_is_left_running_that_a_forked_worker_could_wait_for(terminal: Terminal) -> None:
+def test_the_bar_starts_no_thread_that_a_forked_worker_could_wait_for(terminal: Terminal) -> None:
     before = threading.active_count()
     with watching(terminal) as watcher:
         watcher.start(5)
         assert threading.active_count() == before
 
 
-def test_what_is_printed_meanwhile_is_not_lost(terminal: Terminal) -> None:
+def test_user_output_during_the_run_is_not_lost(terminal: Terminal) -> None:
     with watching(terminal) as watcher:
         watcher.start(5)
         sys.stderr.write("from the user\n")
@@ -94,7 +92,7 @@ def test_what_is_printed_meanwhile_is_not_lost(terminal: Terminal) -> None:
     assert "from the user" in shown_on(terminal)
 
 
-def test_stderr_is_given_back_when_the_run_raises(terminal: Terminal) -> None:
+def test_stderr_is_restored_if_the_run_raises(terminal: Terminal) -> None:
     with contextlib.redirect_stderr(terminal):
         with pytest.raises(ValueError, match="inside"), progress.shown(quiet=False):
             raise ValueError("inside")
@@ -106,7 +104,7 @@ FAILED = Trial((), healthy=False, why="loss NaN", stage="candidates", suspects=(
 HEALTHY = Trial(("block.attn", "head"), healthy=True, why="", stage="suspects")
 
 
-def test_a_terminal_sees_the_bar_over_steps_and_then_over_trials(
+def test_a_terminal_shows_a_bar_over_steps_and_then_over_trials(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
@@ -123,7 +121,7 @@ def test_a_terminal_sees_the_bar_over_steps_and_then_over_trials(
         assert without_codes(terminal).endswith("planning the patch\n")
 
 
-def test_the_cursor_comes_back_when_the_search_raises(terminal: Terminal) -> None:
+def test_the_cursor_is_shown_again_if_the_search_raises(terminal: Terminal) -> None:
     def search() -> None:
         with watching(terminal) as watcher:
             watcher.search(NAMES)
@@ -134,7 +132,7 @@ def test_the_cursor_comes_back_when_the_search_raises(terminal: Terminal) -> Non
     assert shown_on(terminal).rstrip("\r\n").rfind("\x1b[?25h") > shown_on(terminal).rfind("\x1b[?25l")
 
 
-def test_without_a_terminal_each_trial_is_a_line() -> None:
+def test_each_trial_prints_one_line_without_a_terminal() -> None:
     stream = io.StringIO()
     with contextlib.redirect_stderr(stream), progress.shown(quiet=False) as watcher:
         watcher.search(NAMES)
@@ -149,6 +147,6 @@ def test_without_a_terminal_each_trial_is_a_line() -> None:
     ]
 
 
-def test_a_thousand_trials_are_told_in_forty_lines() -> None:
+def test_a_thousand_trials_print_37_lines_and_each_of_the_first_20_prints_one() -> None:
     assert sum(map(has_a_line, range(1, 1001))) == 37
     assert all(map(has_a_line, range(1, 21)))

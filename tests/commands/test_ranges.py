@@ -1,4 +1,4 @@
-"""``ampdbg ranges``, the whole way: from a config to a table, a record and an exit code."""
+"""``ampdbg ranges`` end to end: from a config to a table, a record and an exit code."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.written import written
 HEALTHY = FIVE.replace("h * 300.0", "h * 1.0")
 
 
-def test_five_overflows_are_named_again_by_report_and_the_exit_code_is_1(here: Here) -> None:
+def test_ranges_exits_with_1_for_five_overflows_and_report_lists_the_same_rows(here: Here) -> None:
     written(here.folder, FIVE, **KEYS)
     result = here("ranges", "config.yaml", "--quiet", "-v", "--record", "r.json")
     assert result.code == 1
@@ -28,7 +28,7 @@ def test_five_overflows_are_named_again_by_report_and_the_exit_code_is_1(here: H
     assert rows == [line for line in result.stdout.splitlines() if "│" in line] != []
 
 
-def test_a_model_within_the_range_exits_with_0_and_names_its_scales(here: Here) -> None:
+def test_a_model_within_range_exits_with_0_and_lists_its_loss_scales(here: Here) -> None:
     written(here.folder, HEALTHY, **KEYS)
     result = here("ranges", "config.yaml", "--quiet")
     assert (result.code, result.stderr) == (0, "")
@@ -44,7 +44,7 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here) ->
     assert result.stdout.splitlines()[-1] == f"  ampdbg scan {given}"
 
 
-def test_json_is_the_record(here: Here) -> None:
+def test_json_output_equals_the_record_file(here: Here) -> None:
     written(here.folder, FIVE, **KEYS)
     result = here("ranges", "config.yaml", "--quiet", "--json", "--steps", "2", "--record", "r.json")
     data = json.loads(result.stdout)
@@ -53,14 +53,14 @@ def test_json_is_the_record(here: Here) -> None:
     assert read_record(here.folder / "r.json").sites[0].source is not None
 
 
-def test_order_and_top_choose_what_is_listed(here: Here) -> None:
+def test_order_and_top_choose_the_listed_rows(here: Here) -> None:
     written(here.folder, FIVE, **KEYS)
     text = here("ranges", "config.yaml", "--quiet", "--order", "execution", "--top", "2", "-v").stdout
     assert "Tightest against FP16's limit, in order of execution" in text
     assert len([line for line in text.splitlines() if line.count("│") == 2]) == 2
 
 
-def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -> None:
+def test_a_step_that_raises_leaves_a_record_of_the_earlier_steps(here: Here) -> None:
     code = HEALTHY.replace(
         "def step(model, batch):", "CALLS = []\n\ndef step(model, batch):\n    CALLS.append(1 / (3 - len(CALLS)))"
     )
@@ -76,7 +76,7 @@ def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -
     assert "Everything fits" not in shown
 
 
-def test_it_is_a_function_too(tmp_path: Path) -> None:
+def test_ranges_from_python_plans_one_step_and_finds_five_overflows(tmp_path: Path) -> None:
     written(tmp_path, FIVE, **KEYS)
     record = ampdbg.ranges(tmp_path / "config.yaml", overrides=("train.steps=50",))
     assert (record.verdict, record.planned_steps) == ("inconclusive", 1)
@@ -84,7 +84,7 @@ def test_it_is_a_function_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_half_model_has_its_places_named_and_its_healthy_twin_none(level: str, here: Here) -> None:
+def test_ranges_names_five_overflows_of_a_half_model_and_none_of_its_healthy_twin(level: str, here: Here) -> None:
     written(here.folder, FIVE, **KEYS)
     result = here("ranges", "config.yaml", "--quiet", "--set", f"precision.level={level}")
     assert (result.code, result.stdout.partition(" ")[2][:31]) == (1, "5 places would overflow in FP16")
@@ -97,7 +97,7 @@ def test_a_half_model_has_its_places_named_and_its_healthy_twin_none(level: str,
     assert healthy.stdout.startswith("✓ Everything fits FP16 at step 0: ")
 
 
-def test_a_bfloat16_config_is_said_to_be_ready_for_fp16_or_what_has_to_be_pinned(here: Here) -> None:
+def test_a_bfloat16_config_is_reported_ready_for_fp16_with_or_without_pins(here: Here) -> None:
     written(here.folder, HEALTHY, **KEYS, precision={"dtype": "bfloat16"})
     healthy = here("ranges", "config.yaml", "--quiet")
     assert healthy.code == 0
@@ -121,9 +121,7 @@ def test_a_bfloat16_config_is_said_to_be_ready_for_fp16_or_what_has_to_be_pinned
 
 
 @pytest.mark.parametrize("code", [FIVE, HEALTHY])
-def test_a_model_trains_in_fp16_where_it_is_said_to_be_ready_and_with_the_pins_that_are_named(
-    code: str, tmp_path: Path
-) -> None:
+def test_an_fp16_scan_confirms_the_readiness_and_its_pins(code: str, tmp_path: Path) -> None:
     written(tmp_path, code, **KEYS, precision={"dtype": "bfloat16"})
     ready = ampdbg.ranges(tmp_path / "config.yaml").readiness
     assert ready is not None
@@ -179,7 +177,7 @@ LINES = {
 
 
 @pytest.mark.parametrize(("line", "verdict", "said"), LINES.values(), ids=LINES)
-def test_a_step_that_is_not_finite_is_not_said_to_fit(here: Here, line: str, verdict: str, said: str) -> None:
+def test_a_step_that_is_not_finite_is_not_reported_to_fit_fp16(here: Here, line: str, verdict: str, said: str) -> None:
     written(here.folder, BROKEN.replace("LINE", line), **KEYS)
     result = here("ranges", "config.yaml", "--quiet", "--record", "r.json")
     record = read_record(here.folder / "r.json")
@@ -189,7 +187,7 @@ def test_a_step_that_is_not_finite_is_not_said_to_fit(here: Here, line: str, ver
     assert result.stdout.endswith("Next: see where it starts\n  ampdbg scan config.yaml\n")
 
 
-def test_a_transform_without_numbers_is_said_to_be_finite_only_where_fp16_has_run(here: Here) -> None:
+def test_an_unmeasured_fourier_transform_is_judged_by_an_fp16_replay(here: Here) -> None:
     written(here.folder, BROKEN.replace("LINE", "torch.fft.fft2(h).real"), **KEYS)
     result = here("ranges", "config.yaml", "--quiet", "--record", "r.json")
     record = read_record(here.folder / "r.json")
@@ -203,7 +201,7 @@ def test_a_transform_without_numbers_is_said_to_be_finite_only_where_fp16_has_ru
     assert result.stdout.endswith("  ampdbg scan config.yaml\n")
 
 
-def test_a_mask_beyond_fp16_is_no_reason_to_doubt(here: Here) -> None:
+def test_a_mask_constant_beyond_fp16_is_mentioned_and_exits_with_0(here: Here) -> None:
     written(here.folder, BROKEN.replace("LINE", "(h + ((1 - torch.eye(32)) * -1e9).to(h.dtype)).softmax(-1)"), **KEYS)
     result = here("ranges", "config.yaml", "--quiet")
     assert result.code == 0

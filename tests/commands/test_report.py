@@ -1,4 +1,4 @@
-"""``ampdbg report``: the latest or any record, as text or JSON, to stdout or a file; damaged ones."""
+"""``ampdbg report``: the latest or a given record, in any format, to stdout or a file; damaged records."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.report.bisections import found
 from tests.report.records import collapse, healthy, healthy_step
 
 
-def test_without_a_record_it_shows_the_latest(here: Here) -> None:
+def test_report_without_a_path_shows_the_latest_record(here: Here) -> None:
     write_record(healthy(), Path(".ampdbg/latest.json"))
     result = here("report")
     assert (result.code, result.stderr) == (0, "")
@@ -27,12 +27,12 @@ def test_without_a_record_it_shows_the_latest(here: Here) -> None:
     assert "Record: .ampdbg/latest.json" in result.stdout
 
 
-def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
+def test_report_of_a_failed_run_exits_with_0(here: Here) -> None:
     write_record(collapse(), Path("r.json"))
     assert here("report", "r.json").code == 0
 
 
-def test_what_to_type_next_is_of_this_very_run(here: Here) -> None:
+def test_the_next_command_names_the_record_or_the_script_of_the_run(here: Here) -> None:
     write_record(healthy(), Path("a record.json"))
     shown = here("report", "a record.json").stdout
     assert "\n  ampdbg scan 'a record.json' --steps 500\n" in shown
@@ -42,17 +42,17 @@ def test_what_to_type_next_is_of_this_very_run(here: Here) -> None:
     in_fp32 = replace(script.environment, policy="none", emulated=False)
     write_record(replace(script, environment=in_fp32), Path("r.json"))
     assert "\n  ampdbg run --emulate 'my train.py' --lr 0.1\n" in here("report", "r.json").stdout
-    write_record(replace(healthy(), config={}), Path("watched.json"))  # of a loop that was watched: no config
+    write_record(replace(healthy(), config={}), Path("watched.json"))  # a watched loop has no config
     assert "ampdbg scan CONFIG --steps 500" in here("report", "watched.json").stdout
 
 
-def test_json_is_the_record(here: Here) -> None:
+def test_format_json_prints_the_record(here: Here) -> None:
     write_record(collapse(), Path("r.json"))
     assert from_json(here("report", "r.json", "--format", "json").stdout) == collapse()
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_output_writes_a_file_and_nothing_else(form: str, here: Here) -> None:
+def test_output_writes_the_file_and_prints_nothing(form: str, here: Here) -> None:
     write_record(collapse(), Path("r.json"))
     printed = here("report", "r.json", "--format", form).stdout
     result = here("report", "r.json", "--format", form, "--output", "out/report")
@@ -60,7 +60,7 @@ def test_output_writes_a_file_and_nothing_else(form: str, here: Here) -> None:
     assert Path("out/report").read_text(encoding="utf-8") == printed
 
 
-def test_output_takes_the_place_of_what_it_has_written_and_of_nothing_else(here: Here) -> None:
+def test_output_overwrites_only_an_earlier_output(here: Here) -> None:
     for name in ("r.json", "other.json", ".ampdbg/latest.json"):
         write_record(collapse(), Path(name))
     Path("notes.txt").write_text("mine", encoding="utf-8")
@@ -82,7 +82,7 @@ def test_output_takes_the_place_of_what_it_has_written_and_of_nothing_else(here:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
-def test_a_pipe_is_not_waited_for(here: Here) -> None:
+def test_a_pipe_is_refused_as_input_and_as_output(here: Here) -> None:
     write_record(healthy(), Path("r.json"))
     os.mkfifo("pipe")
     for arguments, message in {
@@ -94,7 +94,7 @@ def test_a_pipe_is_not_waited_for(here: Here) -> None:
         assert (result.code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
 
 
-def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:
+def test_an_output_file_that_cannot_be_written_is_named(here: Here) -> None:
     write_record(healthy(), Path("r.json"))
     Path("file").touch()
     result = here("report", "r.json", "--output", "file/report")
@@ -102,7 +102,7 @@ def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:
     assert result.stderr.startswith("error: file/report: cannot be written: ")
 
 
-def test_debug_shows_where(here: Here) -> None:
+def test_debug_shows_a_traceback_before_the_error(here: Here) -> None:
     result = here("report", "absent.json", "--debug")
     assert result.stderr.startswith("Traceback")
     assert result.stderr.endswith("error: absent.json: cannot be read: No such file or directory\n")
@@ -122,7 +122,7 @@ def test_a_damaged_record_is_shown_or_refused_in_one_line(here: Here, data: st.D
 
 
 @pytest.mark.parametrize("command", ["report", "suggest-fp32", "bisect"])
-def test_every_command_that_reads_a_record_names_its_path_and_the_key(here: Here, command: str) -> None:
+def test_every_command_names_the_path_and_the_key_of_a_damaged_record(here: Here, command: str) -> None:
     data = json.loads(to_json(found()))
     data["search"]["tried"] = "often"
     (here.folder / "r.json").write_text(json.dumps(data), encoding="utf-8")
@@ -132,7 +132,7 @@ def test_every_command_that_reads_a_record_names_its_path_and_the_key(here: Here
     )
 
 
-def test_a_damaged_record_is_named(here: Here) -> None:
+def test_report_names_the_path_of_a_truncated_record(here: Here) -> None:
     Path("r.json").write_text(to_json(healthy())[:100], encoding="utf-8")
     result = here.refused("report", "r.json")
     assert result.stderr.startswith("error: r.json: not a record: EOF while parsing a string at line ")

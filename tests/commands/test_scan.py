@@ -1,4 +1,4 @@
-"""``ampdbg scan`` around the training: exit codes, where things are written, and what failure looks like."""
+"""``ampdbg scan`` around the training: exit codes, output files and error messages."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ Returns = Callable[[Record | BaseException], dict[str, Any]]
 
 @pytest.fixture
 def returns(monkeypatch: pytest.MonkeyPatch) -> Returns:
-    """``returns(record)`` makes the training return it at once, and an error raise it; the result holds its options."""
+    """``returns(record)`` makes the training return or raise ``record``; the returned dict holds the scan's options."""
 
     def put(record: Record | BaseException) -> dict[str, Any]:
         called: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def with_severity(severity: Any) -> Record:
         (replace(collapse(), interrupted=True), ("--fail-on", "never"), 130),
     ],
 )
-def test_the_exit_code_tells_the_result(
+def test_severity_fail_on_and_interrupts_decide_the_exit_code(
     record: Record, options: tuple[str, ...], code: int, here: Here, returns: Returns
 ) -> None:
     returns(record)
@@ -86,7 +86,7 @@ def test_the_exit_code_tells_the_result(
     assert read_record(Path(".ampdbg/latest.json")) == record
 
 
-def test_without_a_terminal_progress_is_a_line_each_tenth_of_the_run(here: Here, returns: Returns) -> None:
+def test_progress_without_a_terminal_is_one_line_per_tenth_of_the_run(here: Here, returns: Returns) -> None:
     returns(collapse())
     lines = here("scan", "c.yaml").stderr.splitlines()
     assert lines[0] == "loading model and data"
@@ -96,7 +96,7 @@ def test_without_a_terminal_progress_is_a_line_each_tenth_of_the_run(here: Here,
     assert told[-1].endswith("scale 2^-4  skipped 20")
 
 
-def test_quiet_leaves_only_the_report_and_what_users_print(here: Here, returns: Returns) -> None:
+def test_quiet_prints_only_the_report_and_the_users_own_output(here: Here, returns: Returns) -> None:
     returns(healthy())
     result = here("scan", "c.yaml", "--quiet")
     assert result.stdout.startswith("✓ Healthy")
@@ -111,9 +111,7 @@ def test_json_puts_the_record_on_stdout(here: Here, returns: Returns) -> None:
     assert result.code == 1
 
 
-def test_the_report_is_all_there_is_on_stdout_and_its_record_is_kept_under_its_time(
-    here: Here, returns: Returns
-) -> None:
+def test_stdout_holds_only_the_report_and_the_record_file_is_named_by_time(here: Here, returns: Returns) -> None:
     returns(healthy())
     result = here("scan", "c.yaml")
     assert result.stdout.startswith("✓ Healthy")
@@ -125,7 +123,7 @@ def test_the_report_is_all_there_is_on_stdout_and_its_record_is_kept_under_its_t
     assert Path(".ampdbg/.gitignore").read_text(encoding="utf-8").splitlines()[-1] == "*"
 
 
-def test_two_runs_of_the_same_second_keep_both_records(here: Here, returns: Returns) -> None:
+def test_two_runs_in_the_same_second_keep_both_records(here: Here, returns: Returns) -> None:
     returns(healthy())
     here("scan", "c.yaml")
     returns(collapse())
@@ -135,7 +133,7 @@ def test_two_runs_of_the_same_second_keep_both_records(here: Here, returns: Retu
     assert read_record(Path(".ampdbg/latest.json")) == collapse()
 
 
-def test_runs_at_the_same_moment_keep_their_records(here: Here) -> None:
+def test_concurrent_runs_write_separate_records(here: Here) -> None:
     def saved(_: int) -> Path | None:
         return save(healthy(), None).path
 
@@ -145,7 +143,7 @@ def test_runs_at_the_same_moment_keep_their_records(here: Here) -> None:
     assert all(path is not None and read_record(path) == healthy() for path in paths)
 
 
-def test_a_name_is_given_back_where_the_record_cannot_be_written(here: Here) -> None:
+def test_add_record_leaves_no_file_if_the_write_fails(here: Here) -> None:
     def full(record: Record, path: Path) -> None:
         raise RecordError(f"{path}: cannot be written: No space left on device")
 
@@ -155,7 +153,7 @@ def test_a_name_is_given_back_where_the_record_cannot_be_written(here: Here) -> 
     assert list(Path(".ampdbg").iterdir()) == []
 
 
-def test_record_writes_there_and_nowhere_else(here: Here, returns: Returns) -> None:
+def test_the_record_option_writes_only_the_named_file(here: Here, returns: Returns) -> None:
     returns(healthy())
     result = here("scan", "c.yaml", "--record", "runs/a.json")
     assert "Record: runs/a.json\n" in result.stdout
@@ -163,7 +161,7 @@ def test_record_writes_there_and_nowhere_else(here: Here, returns: Returns) -> N
     assert not Path(".ampdbg").exists()
 
 
-def test_a_folder_that_cannot_be_written_costs_one_message_and_not_the_report(here: Here, returns: Returns) -> None:
+def test_an_unwritable_record_folder_gives_one_warning_and_keeps_the_report(here: Here, returns: Returns) -> None:
     returns(collapse())
     Path(".ampdbg").touch()
     result = here("scan", "c.yaml", "--quiet")
@@ -176,7 +174,7 @@ def test_a_folder_that_cannot_be_written_costs_one_message_and_not_the_report(he
 
 
 @pytest.mark.parametrize("option", ["--record", "--html"])
-def test_a_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_report(
+def test_an_unwritable_record_or_html_file_is_an_error_after_the_report(
     option: str, here: Here, returns: Returns
 ) -> None:
     returns(healthy())
@@ -187,7 +185,7 @@ def test_a_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_r
     assert "error: file/r.json: cannot be written: " in result.stderr
 
 
-def test_a_record_takes_the_place_of_a_record_and_of_nothing_else(here: Here, returns: Returns) -> None:
+def test_the_record_option_overwrites_an_empty_file_or_a_record_and_no_other_file(here: Here, returns: Returns) -> None:
     called = returns(healthy())
     config = Path("c.yaml").read_text(encoding="utf-8")
     Path("other.json").write_text("{}", encoding="utf-8")
@@ -205,7 +203,7 @@ def test_a_record_takes_the_place_of_a_record_and_of_nothing_else(here: Here, re
 
 @pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
 @pytest.mark.parametrize("option", ["--record", "--html"])
-def test_links_that_lead_in_a_circle_are_refused_before_the_run(here: Here, returns: Returns, option: str) -> None:
+def test_circular_symlinks_are_refused_before_the_run(here: Here, returns: Returns, option: str) -> None:
     called = returns(healthy())
     Path("one").symlink_to("two")
     Path("two").symlink_to("one")
@@ -214,7 +212,7 @@ def test_links_that_lead_in_a_circle_are_refused_before_the_run(here: Here, retu
     assert result.stderr == f"error: {option} one is a link that leads to itself; allowed: a file, or /dev/stdout\n"
 
 
-def test_where_only_the_latest_cannot_be_written_the_record_is_named(here: Here, returns: Returns) -> None:
+def test_the_warning_for_an_unwritable_latest_json_names_the_record(here: Here, returns: Returns) -> None:
     returns(healthy())
     Path(".ampdbg/latest.json").mkdir(parents=True)
     result = here("scan", "c.yaml", "--quiet")
@@ -226,7 +224,7 @@ def test_where_only_the_latest_cannot_be_written_the_record_is_named(here: Here,
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
-def test_the_latest_takes_the_place_of_a_link_and_not_of_what_it_leads_to(here: Here, returns: Returns) -> None:
+def test_latest_json_replaces_a_symlink_and_not_its_target(here: Here, returns: Returns) -> None:
     returns(healthy())
     Path("precious.txt").write_text("mine", encoding="utf-8")
     latest, marker = Path(".ampdbg/latest.json"), Path(".ampdbg/.gitignore")
@@ -240,7 +238,7 @@ def test_the_latest_takes_the_place_of_a_link_and_not_of_what_it_leads_to(here: 
     assert (marker.is_symlink(), Path("made.txt").exists()) == (True, False)
 
 
-def test_the_options_reach_the_scan(here: Here, returns: Returns) -> None:
+def test_command_line_options_reach_the_config_of_the_scan(here: Here, returns: Returns) -> None:
     called = returns(healthy())
     here(
         *("scan", "c.yaml", "--steps", "5", "--device", "cuda:1", "--policy", "native", "--seed", "3"),
@@ -261,7 +259,7 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here, re
     assert result.stdout.splitlines()[-1].strip() == "ampdbg bisect c.yaml --steps 50 --seed 3"
 
 
-def test_a_python_file_is_no_config(here: Here) -> None:
+def test_a_python_file_as_config_is_refused_with_the_config_to_write(here: Here) -> None:
     Path("my model.py").touch()
     for command in ("scan", "ranges", "bisect", "suggest-fp32"):
         assert here.refused(command, "my model.py").stderr == TWO_LINES
@@ -309,7 +307,7 @@ OF_A_SCRIPT = {
     ("command", "name", "begins", "ends"),
     [(command, *row) for commands, row in OF_A_SCRIPT.items() for command in commands.split()],
 )
-def test_what_is_of_a_script_is_no_config_and_no_record(
+def test_captures_and_script_records_are_refused_with_the_command_to_use(
     command: str, name: str, begins: str, ends: str, here: Here
 ) -> None:
     Path("my step.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
@@ -339,20 +337,20 @@ RAISED: dict[str, tuple[BaseException, str]] = {
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_an_error_is_one_message_behind_the_users_traceback(name: str, here: Here, returns: Returns) -> None:
+def test_an_error_is_one_message_after_the_users_traceback(name: str, here: Here, returns: Returns) -> None:
     error, said = RAISED[name]
     returns(error)
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout, result.stderr) == (2, "", said)
 
 
-def test_debug_shows_our_traceback(here: Here, returns: Returns) -> None:
+def test_debug_shows_the_traceback_of_an_internal_error(here: Here, returns: Returns) -> None:
     returns(ZeroDivisionError("division by zero"))
     lines = here("scan", "c.yaml", "--debug").stderr.splitlines()
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", OURS)
 
 
-def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Here, returns: Returns) -> None:
+def test_an_interrupt_before_the_first_step_says_that_nothing_was_recorded(here: Here, returns: Returns) -> None:
     returns(KeyboardInterrupt())
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout) == (130, "")
@@ -360,7 +358,9 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Her
     assert not Path(".ampdbg").exists()
 
 
-def test_an_interrupt_behind_the_record_names_it(here: Here, returns: Returns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_after_saving_names_the_record(
+    here: Here, returns: Returns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ended(*_: object) -> str:
         raise KeyboardInterrupt
 
@@ -376,7 +376,7 @@ def test_an_interrupt_behind_the_record_names_it(here: Here, returns: Returns, m
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("option", [(), ("--quiet",)])
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_interrupt_that_an_import_swallows_is_not_lost_nor_an_error_behind_it_our_fault(
+def test_a_signal_swallowed_by_an_import_exits_with_130_even_if_an_error_follows(
     here: Here, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, option: tuple[str, ...], fails: bool
 ) -> None:
     def scan(given: CommandInput, **options: Any) -> Record:

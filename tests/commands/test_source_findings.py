@@ -1,4 +1,4 @@
-"""What the source shows beside a run: said on stderr, once, and never at the cost of the run."""
+"""Lint findings that a run prints on stderr: no duplicates, and no effect on the run."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ the initial scale
 """
 
 
-def test_a_run_says_what_only_the_source_shows_and_repeats_nothing_that_it_has_found(tmp_path: Path) -> None:
+def test_a_run_prints_only_the_lint_findings_missing_from_its_own_report(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = start(tmp_path, "run", "--emulate", "train.py")
     assert done.code == 1
@@ -42,7 +42,7 @@ def test_a_run_says_what_only_the_source_shows_and_repeats_nothing_that_it_has_f
     assert "error misuse-clip-scaled" in done.stderr.removesuffix(SAID)
 
 
-def test_nothing_is_said_of_a_healthy_source_or_of_an_old_spelling(
+def test_a_deprecated_spelling_or_a_missing_file_prints_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\n\nwith autocast():\n    pass\n")
@@ -50,7 +50,7 @@ def test_nothing_is_said_of_a_healthy_source_or_of_an_old_spelling(
     assert capsys.readouterr().err == ""
 
 
-def test_a_rule_that_fails_costs_the_run_nothing(
+def test_a_lint_rule_that_raises_does_not_affect_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

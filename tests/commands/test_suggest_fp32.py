@@ -1,4 +1,4 @@
-"""``ampdbg suggest-fp32``: what goes to stdout, what to stderr, its exit codes. The whole way: tests/suggestion."""
+"""``ampdbg suggest-fp32``: stdout, stderr and exit codes. The end-to-end tests are in tests/suggestion."""
 
 import json
 import os
@@ -30,7 +30,7 @@ NET = "def build_model(): ...\ndef build_data(): ...\n"
 
 @dataclass
 class Faked:
-    """A search and a proof that run nothing: it returns ``found``, and notes what it was called with."""
+    """A search and a proof that run nothing: returns ``found`` and keeps the arguments of its calls."""
 
     found: Suggestion
     configs: list[Config] = field(default_factory=list)
@@ -52,7 +52,7 @@ Fake = Callable[..., Faked]
 
 @pytest.fixture
 def fake(here: Here) -> Fake:
-    """Puts a suggestion in the place of the real one: with a patch of model.py, or without for ``record`` alone."""
+    """Replaces the real suggestion: with a patch of model.py, or without a patch if only ``record`` is given."""
     Path("net.py").write_text(NET, encoding="utf-8")
     Path("config.yaml").write_text(CONFIG, encoding="utf-8")
 
@@ -83,7 +83,7 @@ def saved(pattern: str) -> Path:
 # The patch and the report
 
 
-def test_stdout_is_the_patch_and_stderr_says_why_and_what_to_type_unless_quiet(here: Here, fake: Fake) -> None:
+def test_stdout_is_the_patch_and_stderr_is_the_report_unless_quiet(here: Here, fake: Fake) -> None:
     fake()
     result = here("suggest-fp32", "config.yaml")
     assert result.code == 0
@@ -102,9 +102,7 @@ def test_stdout_is_the_patch_and_stderr_says_why_and_what_to_type_unless_quiet(h
     assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
 
 
-def test_in_a_terminal_the_story_stands_below_the_patch(
-    here: Here, fake: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_is_printed_after_the_patch(here: Here, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake()
     order: list[str] = []
     monkeypatch.setattr(suggest_fp32, "write_result", lambda result, stream: order.append("patch"))
@@ -113,7 +111,7 @@ def test_in_a_terminal_the_story_stands_below_the_patch(
     assert order[-2:] == ["patch", "✓"]
 
 
-def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
+def test_no_verify_marks_the_patch_as_not_proven(here: Here, fake: Fake) -> None:
     faked = fake(made=suggestion(here.folder, record=replace(proven(), verification=None)))
     result = here("suggest-fp32", "config.yaml", "--no-verify")
     assert faked.options["verify"] is False
@@ -123,14 +121,14 @@ def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
     assert result.code == 0
 
 
-def test_the_record_is_written_and_json_prints_it(here: Here, fake: Fake) -> None:
+def test_json_prints_the_record_that_is_written(here: Here, fake: Fake) -> None:
     fake()
     result = here("suggest-fp32", "config.yaml", "--quiet", "--json", "--record", "r.json")
     assert json.loads(result.stdout) == json.loads(Path("r.json").read_text(encoding="utf-8"))
     assert read_record(Path("r.json")).verification == PROOF
 
 
-def test_the_text_goes_to_a_file(here: Here, fake: Fake) -> None:
+def test_output_writes_the_patch_to_a_file(here: Here, fake: Fake) -> None:
     fake()
     printed = here("suggest-fp32", "config.yaml", "--quiet").stdout
     result = here("suggest-fp32", "config.yaml", "--output", "fix.patch")
@@ -140,7 +138,7 @@ def test_the_text_goes_to_a_file(here: Here, fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
-def test_the_text_takes_the_place_of_an_older_one_and_of_nothing_else(form: str, here: Here, fake: Fake) -> None:
+def test_output_overwrites_only_an_empty_file_or_an_earlier_output(form: str, here: Here, fake: Fake) -> None:
     faked = fake(made=suggestion(here.folder))
     write_record(proven(), Path("r.json"))
     Path("other.py").write_text("# Keeps\nimport torch\n", encoding="utf-8")
@@ -157,7 +155,7 @@ def test_the_text_takes_the_place_of_an_older_one_and_of_nothing_else(form: str,
     assert Path("empty").stat().st_size
 
 
-def test_lines_that_became_the_config_are_not_overwritten(here: Here, fake: Fake) -> None:
+def test_output_does_not_overwrite_the_config_of_the_run(here: Here, fake: Fake) -> None:
     faked = fake()
     assert here("suggest-fp32", "config.yaml", "--format", "yaml", "--quiet", "--output", "new.yaml").code == 0
     Path("new.yaml").write_text(Path("new.yaml").read_text("utf-8") + Path("config.yaml").read_text("utf-8"), "utf-8")
@@ -167,7 +165,7 @@ def test_lines_that_became_the_config_are_not_overwritten(here: Here, fake: Fake
     assert "--output new.yaml is the file of the config, and would be overwritten" in result.stderr
 
 
-def test_the_record_and_the_text_have_two_files(here: Here, fake: Fake) -> None:
+def test_record_and_output_must_name_two_different_files(here: Here, fake: Fake) -> None:
     faked = fake()
     result = here("suggest-fp32", "config.yaml", "--record", "x", "--output", "./x")
     assert (result.code, faked.configs, Path("x").exists()) == (2, [], False)
@@ -176,7 +174,7 @@ def test_the_record_and_the_text_have_two_files(here: Here, fake: Fake) -> None:
     )
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_search(here: Here, fake: Fake) -> None:
+def test_an_unwritable_output_is_refused_before_the_search(here: Here, fake: Fake) -> None:
     faked = fake()
     result = here("suggest-fp32", "config.yaml", "--output", "nowhere/x.patch")
     assert (result.code, result.stdout, faked.configs) == (2, "", [])
@@ -189,7 +187,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(here: Here,
     assert result.stderr == "error: x.patch: cannot be written: Permission denied\n"
 
 
-def test_a_place_that_is_lost_during_the_search_costs_nothing_that_was_found(here: Here, fake: Fake) -> None:
+def test_an_output_folder_lost_during_the_search_costs_neither_patch_nor_record(here: Here, fake: Fake) -> None:
     fake()
     Path("out").mkdir()
     here.monkeypatch.setattr(file_edits, "check_writable", lambda path: Path("out").rmdir())
@@ -201,7 +199,7 @@ def test_a_place_that_is_lost_during_the_search_costs_nothing_that_was_found(her
     assert patch.read_bytes().startswith(b"# Keeps in FP32")
 
 
-def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
+def test_the_saved_patch_keeps_latin_1_bytes_and_crlf_line_endings(here: Here, fake: Fake) -> None:
     after = AFTER.replace(b"y = ", b"# M\xfcller\r\n    y = ")
     fake(made=suggestion(here.folder, after=after))
     assert here("suggest-fp32", "config.yaml", "--quiet").code == 0
@@ -211,7 +209,7 @@ def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
 # The other formats
 
 
-def test_the_module_form(here: Here, fake: Fake) -> None:
+def test_format_module_prints_pin_fp32_with_its_proof(here: Here, fake: Fake) -> None:
     faked = fake()
     result = here("suggest-fp32", "config.yaml", "--format", "module")
     assert faked.options["form"] == "module"
@@ -221,7 +219,7 @@ def test_the_module_form(here: Here, fake: Fake) -> None:
     assert result.stderr.rstrip().endswith("from ampdbg_pins import pin_fp32; pin_fp32(model)")
 
 
-def test_the_yaml_form_is_what_the_config_takes(here: Here, fake: Fake) -> None:
+def test_format_yaml_prints_pins_that_the_config_accepts(here: Here, fake: Fake) -> None:
     fake()
     result = here("suggest-fp32", "config.yaml", "--format", "yaml")
     proof, pins = result.stdout.split("precision:\n")
@@ -243,7 +241,7 @@ def test_code_that_cannot_be_edited_can_be_pinned_by_name(form: str, here: Here,
     assert "blocks.2.attn" in by_name.stdout
 
 
-def test_a_line_of_the_step_function_has_no_name(here: Here, fake: Fake) -> None:
+def test_format_yaml_exits_with_1_for_a_line_of_the_step_function(here: Here, fake: Fake) -> None:
     fake(record=not_in_a_module())
     result = here("suggest-fp32", "config.yaml", "--format", "yaml")
     assert (result.code, result.stdout) == (1, "")
@@ -253,7 +251,7 @@ def test_a_line_of_the_step_function_has_no_name(here: Here, fake: Fake) -> None
 
 
 def applied_by(command: str, given: str = "") -> bool:
-    """Whether both files are as the patch makes them after a command of the shell; they are put back."""
+    """Whether a shell command applies the patch to both files; restores the files."""
     files = [Path("model.py"), Path("parts/train.py")]
     files = files if files[0].exists() else [Path("..") / file for file in files]
     done = subprocess.run(command, shell=True, input=given.encode(), capture_output=True, check=False)
@@ -265,7 +263,7 @@ def applied_by(command: str, given: str = "") -> bool:
 
 @pytest.mark.skipif(os.name == "nt", reason="the commands are quoted for a POSIX shell")
 @pytest.mark.parametrize("is_repository", [True, False])
-def test_from_a_folder_within_the_commands_reach_the_files_outside(is_repository: bool, here: Here, fake: Fake) -> None:
+def test_commands_printed_in_a_subfolder_patch_the_files_outside(is_repository: bool, here: Here, fake: Fake) -> None:
     if is_repository:
         subprocess.run(["git", "init", "-q"], check=True)
     fake()
@@ -284,7 +282,7 @@ def test_from_a_folder_within_the_commands_reach_the_files_outside(is_repository
     assert "warning" not in here("suggest-fp32", "../config.yaml", "--output", "x.patch").stderr
 
 
-def test_where_the_paths_count_from_here_git_apply_is_all_there_is_to_type(here: Here, fake: Fake) -> None:
+def test_git_apply_needs_no_folder_option_at_the_root_of_the_repository(here: Here, fake: Fake) -> None:
     subprocess.run(["git", "init", "-q"], check=True)
     fake()
     result = here("suggest-fp32", "config.yaml")
@@ -292,7 +290,7 @@ def test_where_the_paths_count_from_here_git_apply_is_all_there_is_to_type(here:
     assert result.stderr.splitlines()[-1].replace("\\", "/").startswith("  git apply .ampdbg/")
 
 
-def test_apply_writes_the_files_and_prints_no_patch_but_saves_it_to_be_taken_back(here: Here, fake: Fake) -> None:
+def test_apply_edits_the_files_and_saves_a_patch_that_git_can_revert(here: Here, fake: Fake) -> None:
     fake()
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert (result.code, result.stdout) == (0, "")
@@ -317,7 +315,7 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     assert Path("model.py").read_bytes() == AFTER
 
 
-def test_what_may_not_be_applied_is_said_before_the_search(here: Here, fake: Fake) -> None:
+def test_apply_warns_of_uncommitted_changes_before_the_search(here: Here, fake: Fake) -> None:
     subprocess.run(["git", "init", "-q"], check=True)
     fake()
     lines = here("suggest-fp32", "config.yaml", "--apply").stderr.splitlines()
@@ -326,7 +324,7 @@ def test_what_may_not_be_applied_is_said_before_the_search(here: Here, fake: Fak
     assert "warning" not in here("suggest-fp32", "config.yaml").stderr
 
 
-def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(here: Here, fake: Fake) -> None:
+def test_a_refused_patch_is_saved_next_to_the_record_and_overwrites_no_file(here: Here, fake: Fake) -> None:
     fake()
     Path("model.py").write_bytes(b"changed")
     assert here("suggest-fp32", "config.yaml", "--apply", "--record", "r.json").code == 2
@@ -349,7 +347,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("name", WITHOUT)
 @pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
-def test_what_no_pin_cures_has_no_patch_but_the_reason(name: str, form: str, here: Here, fake: Fake) -> None:
+def test_a_failure_that_no_pin_cures_has_a_reason_but_no_patch(name: str, form: str, here: Here, fake: Fake) -> None:
     fake(record=BISECTIONS[name](), notes=("clamp inside the root",))
     result = here("suggest-fp32", "config.yaml", "--format", form, "--quiet")
     assert (result.code, result.stdout) == (1, "")
@@ -358,7 +356,7 @@ def test_what_no_pin_cures_has_no_patch_but_the_reason(name: str, form: str, her
 
 
 @pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
-def test_a_patch_that_failed_its_proof_is_not_handed_over(form: str, here: Here, fake: Fake) -> None:
+def test_a_patch_that_failed_its_proof_is_not_printed(form: str, here: Here, fake: Fake) -> None:
     fake(record=replace(proven(), verification=FAILED))
     result = here("suggest-fp32", "config.yaml", "--format", form)
     assert (result.code, result.stdout) == (1, "")
@@ -368,7 +366,7 @@ def test_a_patch_that_failed_its_proof_is_not_handed_over(form: str, here: Here,
     assert result.stderr.rstrip().endswith("ampdbg bisect config.yaml --strategy ddmin")
 
 
-def test_where_a_part_of_a_failed_patch_was_refused_its_modules_are_pinned_by_name(here: Here, fake: Fake) -> None:
+def test_the_next_command_after_a_failed_patch_with_a_refused_edit_is_format_module(here: Here, fake: Fake) -> None:
     fake(record=replace(proven(), verification=FAILED), refused=("main.py: where it makes its model is not known",))
     result = here("suggest-fp32", "config.yaml")
     assert result.code == 1
@@ -378,9 +376,7 @@ def test_where_a_part_of_a_failed_patch_was_refused_its_modules_are_pinned_by_na
 @pytest.mark.parametrize(
     ("name", "code", "said"), [("nothing_to_pin", 0, "? Nothing to pin yet"), ("interrupted", 130, "! Interrupted")]
 )
-def test_a_healthy_run_and_an_interrupted_one_hand_nothing_over(
-    name: str, code: int, said: str, here: Here, fake: Fake
-) -> None:
+def test_a_healthy_or_interrupted_run_prints_no_patch(name: str, code: int, said: str, here: Here, fake: Fake) -> None:
     fake(record=BISECTIONS[name]())
     result = here("suggest-fp32", "config.yaml")
     assert (result.code, result.stdout) == (code, "")
@@ -390,7 +386,7 @@ def test_a_healthy_run_and_an_interrupted_one_hand_nothing_over(
 # Where the config comes from
 
 
-def test_without_an_argument_the_latest_record_is_taken(here: Here, fake: Fake) -> None:
+def test_suggest_fp32_without_an_argument_takes_the_latest_record(here: Here, fake: Fake) -> None:
     faked = fake()
     write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path(".ampdbg/latest.json"))
     assert here("suggest-fp32", "--set", "train.steps=9").code == 0
@@ -417,7 +413,7 @@ def test_the_next_command_carries_the_options_that_change_the_run(
     assert result.stderr.splitlines()[-1].strip() == f"ampdbg {expected}"
 
 
-def test_a_record_is_run_again_and_its_config_has_no_name(here: Here, fake: Fake) -> None:
+def test_the_next_step_for_a_record_does_not_name_a_config_file(here: Here, fake: Fake) -> None:
     fake()
     write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
     result = here("suggest-fp32", "r.json", "--format", "yaml")
@@ -426,7 +422,7 @@ def test_a_record_is_run_again_and_its_config_has_no_name(here: Here, fake: Fake
     assert result.stderr.splitlines()[-1] == "  ampdbg scan r.json"
 
 
-def test_a_module_file_is_for_bisect(here: Here, fake: Fake) -> None:
+def test_a_module_file_is_refused_with_the_bisect_command_to_use(here: Here, fake: Fake) -> None:
     fake()
     result = here.refused("suggest-fp32", "--module", "net.py")
     assert result.stderr.endswith("; suggest-fp32 takes the record that this writes: ampdbg bisect --module net.py\n")
@@ -440,7 +436,7 @@ def test_the_options_reach_the_search(here: Here, fake: Fake) -> None:
     assert faked.options["known"] is None
 
 
-def test_a_file_that_has_changed_is_refused_with_the_reason(here: Here, fake: Fake) -> None:
+def test_a_changed_source_file_is_refused_with_the_reason(here: Here, fake: Fake) -> None:
     fake()
 
     def stale(config: Config, **options: Any) -> Suggestion:
@@ -454,14 +450,14 @@ def test_a_file_that_has_changed_is_refused_with_the_reason(here: Here, fake: Fa
 # From Python
 
 
-def test_from_python_it_returns_the_record_and_writes_nothing(here: Here, fake: Fake) -> None:
+def test_suggest_fp32_from_python_returns_the_record_and_writes_no_file(here: Here, fake: Fake) -> None:
     faked = fake()
     assert ampdbg.suggest_fp32("config.yaml") == faked.found.record
     assert not Path(".ampdbg").exists()
     assert Path("model.py").read_bytes() == BEFORE
 
 
-def test_from_python_it_may_apply_the_patch(here: Here, fake: Fake) -> None:
+def test_suggest_fp32_from_python_applies_the_patch_and_refuses_changed_files(here: Here, fake: Fake) -> None:
     fake()
     ampdbg.suggest_fp32("config.yaml", apply=True)
     assert Path("model.py").read_bytes() == AFTER
@@ -470,7 +466,7 @@ def test_from_python_it_may_apply_the_patch(here: Here, fake: Fake) -> None:
     assert isinstance(caught.value.record, Record)
 
 
-def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake) -> None:
+def test_an_error_during_the_run_carries_a_record_with_findings(here: Here, fake: Fake) -> None:
     fake()
 
     def fails(config: Config, **options: Any) -> Suggestion:

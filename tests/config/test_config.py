@@ -1,4 +1,4 @@
-"""The config: defaults, round trips, --set, places, and what a FILE.py defines without importing it."""
+"""The config: defaults, round trips, --set, line numbers, and the names in a FILE.py without an import."""
 
 import json
 import math
@@ -27,7 +27,7 @@ data:
     size: 8
 """
 
-# tmp_path is one folder for all examples of a property; each example writes all of its files again.
+# All examples of a property share one tmp_path; each example rewrites all of its files.
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -50,10 +50,10 @@ def message(folder: Path, *overrides: str, text: str | None = None) -> str:
     return str(raised.value).replace(str(folder / "config.yaml"), "config.yaml")
 
 
-# --- what a config means ---
+# --- values and defaults ---
 
 
-def test_the_resolved_config_names_every_key_and_no_folder(folder: Path) -> None:
+def test_the_resolved_config_has_every_key_and_only_relative_paths(folder: Path) -> None:
     (folder / "w.pt").touch()
     config = load(folder, "checkpoint=./w.pt")
     assert config.folder == folder
@@ -85,18 +85,18 @@ def test_the_resolved_config_names_every_key_and_no_folder(folder: Path) -> None
     }
 
 
-def test_a_section_with_everything_commented_out_means_its_defaults(folder: Path) -> None:
+def test_an_empty_section_means_its_defaults(folder: Path) -> None:
     text = HEALTHY + "optimizer:\n  # groups: single\nprecision:\n  pins:\ntrain:\nloss:\n"
     assert load(folder, text=text).resolved() == load(folder, text=HEALTHY).resolved()
 
 
 @pytest.mark.parametrize("written", ["3e-4", "3.0e-4", "0.0003", "+3E-4", ".3e-3", "3.e-04"])
-def test_numbers_with_an_exponent_are_numbers_in_every_spelling(folder: Path, written: str) -> None:
+def test_every_spelling_of_a_small_float_is_read_as_a_number(folder: Path, written: str) -> None:
     config = load(folder, text=HEALTHY + f"optimizer: {{args: {{lr: {written}}}}}\n")
     assert config.optimizer.args == {"lr": 3e-4}
 
 
-def test_a_quoted_number_stays_a_string_in_args_and_is_read_where_a_number_is_needed(folder: Path) -> None:
+def test_a_quoted_number_is_a_string_in_args_and_a_number_in_numeric_keys(folder: Path) -> None:
     config = load(folder, text=HEALTHY + "optimizer: {args: {name: '3e-4'}}\nprecision: {loss_scale: '1e3'}\n")
     assert config.optimizer.args == {"name": "3e-4"}
     assert config.precision.loss_scale == 1000.0
@@ -105,43 +105,43 @@ def test_a_quoted_number_stays_a_string_in_args_and_is_read_where_a_number_is_ne
 @pytest.mark.parametrize(
     ("written", "scale"), [("1024", 1024.0), ("1e3", 1000.0), ("{init: 8}", LossScale(init=8.0)), ("{}", LossScale())]
 )
-def test_a_number_is_a_static_scale_and_a_mapping_a_dynamic_one(
+def test_a_number_is_a_static_loss_scale_and_a_mapping_a_dynamic_loss_scale(
     folder: Path, written: str, scale: LossScale | float
 ) -> None:
     assert load(folder, text=HEALTHY + f"precision: {{loss_scale: {written}}}\n").precision.loss_scale == scale
 
 
 @pytest.mark.parametrize("scale", [FLOAT32.smallest_normal, 1, 65536, FLOAT32.largest])
-def test_every_scale_that_float32_can_hold_is_allowed(folder: Path, scale: float) -> None:
+def test_a_loss_scale_from_the_smallest_to_the_largest_normal_float32_is_accepted(folder: Path, scale: float) -> None:
     assert load(folder, f"precision.loss_scale={scale!r}").precision.loss_scale == scale
 
 
 @pytest.mark.parametrize("scale", ["0", "-1", ".nan", ".inf", "1e39", "1e-39", "true"])
-def test_no_other_scale_is_allowed(folder: Path, scale: str) -> None:
+def test_an_invalid_loss_scale_is_refused(folder: Path, scale: str) -> None:
     assert "precision.loss_scale: got" in message(folder, f"precision.loss_scale={scale}")
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:13"])
-def test_devices(folder: Path, device: str) -> None:
+def test_valid_devices_are_accepted(folder: Path, device: str) -> None:
     assert load(folder, f"train.device={device}").train.device == device
 
 
 @pytest.mark.parametrize("device", ["CPU", "mps", "cuda:", "cuda:x", "cuda:-1", "cuda:²", "3"])
-def test_no_other_device_is_allowed(folder: Path, device: str) -> None:
+def test_an_invalid_device_is_refused_with_the_allowed_devices(folder: Path, device: str) -> None:
     assert "allowed: auto, cpu, cuda or cuda:INDEX" in message(folder, f"train.device={device}")
 
 
-def test_merge_keys_and_anchors_are_plain_yaml(folder: Path) -> None:
+def test_yaml_anchors_and_merge_keys_are_resolved(folder: Path) -> None:
     text = HEALTHY.replace("model: {", "model: &target {") + "loss:\n  <<: *target\n  args: {a: 1}\n"
     assert load(folder, text=text).loss == TargetSpec(target="workload.py:Net", args={"a": 1})
 
 
-def test_a_byte_order_mark_is_no_mistake(folder: Path) -> None:
+def test_a_byte_order_mark_is_ignored(folder: Path) -> None:
     (folder / "config.yaml").write_bytes(b"\xef\xbb\xbf" + HEALTHY.encode())
     assert load(folder).model.target == "workload.py:Net"
 
 
-def test_json_is_yaml_also_beyond_the_basic_plane(folder: Path) -> None:
+def test_a_json_config_may_hold_a_surrogate_pair_but_not_half_a_pair(folder: Path) -> None:
     text = json.dumps(
         {"model": {"target": "workload.py:Net", "args": {"a": "\U0001f600"}}, "data": {"target": "math:pi"}}
     )
@@ -150,7 +150,7 @@ def test_json_is_yaml_also_beyond_the_basic_plane(folder: Path) -> None:
     assert "half a surrogate pair" in message(folder, text=text.replace("\\ude00", ""))
 
 
-def test_values_that_json_does_not_have_are_resolved_to_those_nearest(folder: Path) -> None:
+def test_dates_sets_and_integer_keys_resolve_to_json_values(folder: Path) -> None:
     config = load(
         folder, text=HEALTHY + "loss: {target: 'math:prod', args: {day: 2024-05-01, bag: !!set {a}, 1a: {2: 3}}}\n"
     )
@@ -227,7 +227,7 @@ SECTIONS = st.fixed_dictionaries(
 
 @SHARED_FOLDER
 @given(data=SECTIONS)
-def test_a_resolved_config_is_a_config_that_resolves_to_itself(folder: Path, data: dict[str, Any]) -> None:
+def test_a_resolved_config_resolves_to_itself(folder: Path, data: dict[str, Any]) -> None:
     # JSON is YAML, and quotes every string.
     assert load(folder, text=json.dumps(data)).resolved() == data
 
@@ -235,7 +235,7 @@ def test_a_resolved_config_is_a_config_that_resolves_to_itself(folder: Path, dat
 @pytest.mark.slow
 @SHARED_FOLDER
 @given(data=SECTIONS)
-def test_set_gives_the_config_that_the_file_would_have_given(folder: Path, data: dict[str, Any]) -> None:
+def test_set_of_whole_sections_gives_the_same_config_as_a_file(folder: Path, data: dict[str, Any]) -> None:
     overrides = [f"{key}={json.dumps(value)}" for key, value in data.items()]
     assert load(folder, *overrides, text=HEALTHY).resolved() == data
 
@@ -243,7 +243,7 @@ def test_set_gives_the_config_that_the_file_would_have_given(folder: Path, data:
 @pytest.mark.slow
 @SHARED_FOLDER
 @given(data=SECTIONS)
-def test_set_key_by_key_gives_the_same(folder: Path, data: dict[str, Any]) -> None:
+def test_set_of_single_keys_gives_the_same_config_as_a_file(folder: Path, data: dict[str, Any]) -> None:
     overrides = [
         f"{section}.{key}={json.dumps(value)}"
         for section in ("optimizer", "precision", "train")
@@ -268,11 +268,11 @@ def test_set_key_by_key_gives_the_same(folder: Path, data: dict[str, Any]) -> No
     ],
     ids=["it makes the sections it needs", "the later wins", "it reaches into args", "an empty value is null"],
 )
-def test_set(folder: Path, overrides: list[str], section: str, key: str, value: object) -> None:
+def test_set_changes_its_key(folder: Path, overrides: list[str], section: str, key: str, value: object) -> None:
     assert getattr(getattr(load(folder, *overrides), section), key) == value
 
 
-def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
+def test_set_overrides_an_invalid_value_of_the_file(folder: Path) -> None:
     text = HEALTHY + "train: {steps: 0}\n"
     assert message(folder, text=text) == (
         "config.yaml:6: train.steps: got 0; allowed: a whole number of at least 1, below 2**63"
@@ -300,20 +300,20 @@ def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
         ("trian.steps=3", "precision, train. Did you mean 'train'?"),
     ],
 )
-def test_a_mistake_in_set_names_the_option(folder: Path, override: str, expected: str) -> None:
+def test_a_mistake_in_a_set_option_names_the_option(folder: Path, override: str, expected: str) -> None:
     assert expected in message(folder, override)
 
 
-def test_a_long_set_is_told_short(folder: Path) -> None:
+def test_the_error_for_a_long_set_option_stays_short(folder: Path) -> None:
     assert len(message(folder, f"x={'y' * 10_000}", f"{'z' * 10_000}=1")) < 2000
 
 
-def test_a_value_that_is_not_yaml_names_the_option(folder: Path) -> None:
+def test_an_invalid_yaml_value_in_a_set_option_names_the_option(folder: Path) -> None:
     expected = "--set train.steps=[: the value is not YAML: a value is missing, or a bracket is not closed"
     assert message(folder, "train.steps=[").startswith(expected)
 
 
-def test_mistakes_of_the_file_come_before_those_of_the_options(folder: Path) -> None:
+def test_mistakes_in_the_file_are_listed_before_mistakes_in_the_options(folder: Path) -> None:
     lines = message(folder, "train.steps=0", text=HEALTHY + "precision: {level: O7, policy: gpu}\n").splitlines()
     assert lines == [
         "config.yaml: 3 mistakes",
@@ -340,14 +340,14 @@ def test_mistakes_of_the_file_come_before_those_of_the_options(folder: Path) -> 
         ),
     ],
 )
-def test_a_key_that_does_not_go_with_another_is_refused(folder: Path, given: str, said: str) -> None:
+def test_a_key_that_conflicts_with_another_key_is_refused(folder: Path, given: str, said: str) -> None:
     assert said in message(folder, text=HEALTHY + f"precision: {given}\n")
 
 
-# --- where a key was given ---
+# --- the line or option of a key ---
 
 
-def test_where_names_the_line_the_option_or_the_section(folder: Path) -> None:
+def test_where_names_the_line_or_the_option_that_set_a_key(folder: Path) -> None:
     config = load(folder, "data.args.kind=3")
     path = folder / "config.yaml"
     assert config.where("model.target") == f"{path}:1: model.target"
@@ -369,19 +369,19 @@ def test_where_names_the_line_the_option_or_the_section(folder: Path) -> None:
         ("", r"is a folder; allowed: a file\. There is config\.yaml\."),
     ],
 )
-def test_a_config_that_is_not_there_names_those_beside_it(folder: Path, given: str, said: str) -> None:
+def test_the_error_for_a_missing_config_names_the_configs_next_to_it(folder: Path, given: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(folder / given)
 
 
-def test_yaml_nested_beyond_reading_is_refused(folder: Path) -> None:
+def test_yaml_nested_deeper_than_100_levels_is_refused(folder: Path) -> None:
     refused = "config.yaml:2: nested too deeply: more than 100 lists and mappings in one another"
     assert message(folder, text="a: [1]\nb: " + "[" * 5000) == refused
     assert message(folder, text="a: [1]\nb: " + "[" * 101 + "]" * 101) == refused
 
 
 @pytest.mark.slow
-def test_a_config_of_too_many_values_is_read_no_further_than_the_first_of_them(folder: Path) -> None:
+def test_a_config_is_not_read_beyond_100_000_values(folder: Path) -> None:
     text = "a: [\n" + "1,\n" * 150_000 + "no: [valid"
     assert message(folder, text=text).startswith("config.yaml:99999: more than 100,000 values")
 
@@ -420,7 +420,7 @@ def test_a_target_names_a_file_or_a_module(text: str, file: str, module: str, na
 
 
 @pytest.mark.parametrize("text", ["", ":", "a:", ":b", "a", "a.b", "a.py", "a.py:", "a:b c", "a-b:c", "a/b:c", "a:1"])
-def test_anything_else_is_no_target(text: str) -> None:
+def test_text_of_another_form_is_refused_as_a_target(text: str) -> None:
     with pytest.raises(ValueError, match=r"allowed: FILE\.py:NAME .* or package\.module:NAME"):
         parse_target(text)
 
@@ -437,7 +437,7 @@ def test_anything_else_is_no_target(text: str) -> None:
         ("", []),
     ],
 )
-def test_the_names_that_a_file_defines(tmp_path: Path, source: str, names: list[str]) -> None:
+def test_defined_names_lists_the_top_level_names_of_a_file(tmp_path: Path, source: str, names: list[str]) -> None:
     (tmp_path / "x.py").write_text(source)
     assert defined_names(tmp_path / "x.py") == names
 
@@ -445,12 +445,12 @@ def test_the_names_that_a_file_defines(tmp_path: Path, source: str, names: list[
 @pytest.mark.parametrize(
     "source", ["from x import *", "globals()['a'] = 1", "exec('a = 1')", "def __getattr__(name): ...", "def (", "\x00"]
 )
-def test_what_only_running_the_file_can_tell_is_left_to_the_import(tmp_path: Path, source: str) -> None:
+def test_defined_names_returns_none_for_dynamic_or_invalid_code(tmp_path: Path, source: str) -> None:
     (tmp_path / "x.py").write_text(source)
     assert defined_names(tmp_path / "x.py") is None
 
 
-def test_infinite_and_nan_arguments_survive(folder: Path) -> None:
+def test_infinite_and_nan_arguments_resolve_unchanged(folder: Path) -> None:
     args = load(folder, text=HEALTHY + "loss: {target: 'math:prod', args: {a: .inf, b: .nan}}\n").resolved()["loss"][
         "args"
     ]
@@ -459,7 +459,7 @@ def test_infinite_and_nan_arguments_survive(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has neither")
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_or_a_device_is_refused_as_a_config(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=f"{path}: .*neither a file nor a folder; allowed: a file"):

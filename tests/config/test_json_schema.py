@@ -1,4 +1,4 @@
-"""The config's JSON schema: an editor that checks by it marks mistakes, and nothing that the config allows."""
+"""The JSON schema of the config, for editors: rejects mistakes and accepts every valid config."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def mistakes(text: str) -> list[str]:
     return [error.message for error in Draft202012Validator(SCHEMA).iter_errors(read_yaml(text).data)]
 
 
-def test_it_is_a_schema_and_says_of_every_key_what_is_allowed() -> None:
+def test_the_schema_is_valid_requires_model_and_data_and_has_no_pydantic_keywords() -> None:
     Draft202012Validator.check_schema(SCHEMA)
     assert {"model", "data"} == set(SCHEMA["required"])
     assert not {"ge", "gt", "le", "lt"} & keywords(SCHEMA)
@@ -62,14 +62,14 @@ def keywords(value: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("more", RIGHT.values(), ids=RIGHT)
-def test_what_the_config_takes_is_not_marked(more: str, tmp_path: Path) -> None:
+def test_the_schema_accepts_valid_configs(more: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(MINIMAL + more, encoding="utf-8")
     load_config(tmp_path / "c.yaml")
     assert mistakes(MINIMAL + more) == []
 
 
 @pytest.mark.parametrize("more", WRONG.values(), ids=WRONG)
-def test_a_mistake_is_marked(more: str, tmp_path: Path) -> None:
+def test_the_schema_and_the_config_loader_reject_a_mistake(more: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(MINIMAL + more, encoding="utf-8")
     with pytest.raises(ConfigError):
         load_config(tmp_path / "c.yaml")
@@ -77,11 +77,11 @@ def test_a_mistake_is_marked(more: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_no_example_is_marked(path: Path) -> None:
+def test_the_schema_accepts_every_example_config(path: Path) -> None:
     assert mistakes(path.read_text(encoding="utf-8")) == []
 
 
-def test_checkpoints_of_every_form_are_taken() -> None:
+def test_the_schema_accepts_every_form_of_checkpoint_and_no_unknown_key() -> None:
     for form in ("w.pt", "{model: w.pt, optimizer: o.pt}", "{optimizer: [a.pt, b.pt], scaler: s.pt}"):
         assert mistakes(f"{MINIMAL}checkpoint: {form}") == []
     assert mistakes(f"{MINIMAL}checkpoint: {{weights: w.pt}}")

@@ -1,4 +1,4 @@
-"""Every example in configs/ through the real program: the failing ones fail as they say, their twins are healthy."""
+"""The examples in configs/, run by the real program: failing ones fail as documented, their twins are healthy."""
 
 import math
 from pathlib import Path
@@ -10,16 +10,16 @@ from ampdbg.record.run import Record, Step
 from tests.commands.program import ROOT, Result, start
 
 FORWARD = ["linear_attention", "camera"]
-"""Examples whose loss is not finite from the first step."""
+"""Examples whose loss is non-finite from the first step on."""
 
 EXAMPLES = [*FORWARD, "house_prices", "vit"]
 
 
 def scan(folder: Path, config: str, *options: str) -> tuple[Result, Record]:
-    """Scans ``configs/CONFIG.yaml`` in a process of its own."""
+    """Scans ``configs/CONFIG.yaml`` in its own process."""
     pytest.importorskip("sklearn")
     path = str(ROOT / "configs" / f"{config}.yaml")
-    # One thread: the order of additions, and with it a long run, depends on how many there are.
+    # One thread: the thread count changes the order of additions, and with it a long run.
     result = start(folder, "scan", path, "--record", "record.json", *options, OMP_NUM_THREADS="1")
     return result, read_record(folder / "record.json")
 
@@ -33,7 +33,7 @@ def mean_loss(steps: tuple[Step, ...]) -> float:
 
 
 def assert_learns(record: Record) -> None:
-    """The mean loss of the last tenth of the run is clearly below that of the first."""
+    """Asserts that the mean loss of the last tenth is clearly below that of the first tenth."""
     tenth = max(3, len(record.steps) // 10)
     assert mean_loss(record.steps[-tenth:]) < 0.85 * mean_loss(record.steps[:tenth])
 
@@ -49,7 +49,7 @@ def test_every_example_has_a_healthy_twin_and_a_header() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORWARD)
-def test_an_overflow_in_the_forward_pass_hits_every_group_in_every_step(name: str, tmp_path: Path) -> None:
+def test_a_forward_overflow_skips_every_step_and_affects_every_group(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name)
     assert result.code == 1
     assert not any(math.isfinite(step.loss) for step in record.steps)
@@ -59,7 +59,7 @@ def test_an_overflow_in_the_forward_pass_hits_every_group_in_every_step(name: st
     assert record.findings[0].step == 0
 
 
-def test_house_prices_turn_infinite_without_a_skipped_step(tmp_path: Path) -> None:
+def test_the_house_prices_loss_becomes_infinite_without_a_skipped_step(tmp_path: Path) -> None:
     result, record = scan(tmp_path, "house_prices")
     assert result.code == 1
     assert not skipped(record)
@@ -70,10 +70,10 @@ def test_house_prices_turn_infinite_without_a_skipped_step(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tmp_path: Path) -> None:
+def test_the_first_attention_block_of_vit_collapses_the_loss_scale_during_training(tmp_path: Path) -> None:
     result, record = scan(tmp_path, "vit")
     assert result.code == 1
-    # A last bit that differs between processors moves the first skips by a hundred steps, and the first NaN by more.
+    # A last bit that differs by processor moves the first skips by a hundred steps, and the first NaN by more.
     assert sum(step.skipped for step in record.steps[:150]) <= 2
     assert not any(step.skipped for step in record.steps[:20])
     assert all(math.isfinite(step.loss) for step in record.steps[:150])
@@ -87,7 +87,7 @@ def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
+def test_the_healthy_twin_of_each_example_has_a_healthy_verdict_and_learns(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, f"{name}_healthy")
     assert result.code == 0
     assert record.verdict == "healthy"
@@ -97,7 +97,7 @@ def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_failing_example_is_healthy_in_fp32(name: str, tmp_path: Path) -> None:
+def test_a_failing_example_has_no_findings_and_learns_in_fp32(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name, "--set", "precision.level=O0")
     assert result.code == 0
     assert not record.findings

@@ -1,4 +1,4 @@
-"""The record: JSON there and back, atomic writing, and a clear message for everything that is no record."""
+"""The record file: JSON round trips, atomic writes, and clear errors for files that are not records."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def refuse_constant(name: str) -> NoReturn:
 
 @given(records())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_record_survives_json_and_the_json_is_strict(record: Record) -> None:
+def test_every_record_survives_a_round_trip_through_strict_json(record: Record) -> None:
     text = to_json(record)
     # By repr: NaN is not equal to itself, and 0 == 0.0 == False.
     assert repr(from_json(text)) == repr(record)
     json.loads(text, parse_constant=refuse_constant)
 
 
-def test_infinities_and_nan_are_the_strings_of_the_contract() -> None:
+def test_nan_and_infinity_are_written_as_strings() -> None:
     step = json.loads(to_json(forward_nan()))["steps"][3]
     assert (step["loss"], step["grad_norm"]) == ("nan", "inf")
 
 
-def test_an_unknown_key_of_a_later_version_is_ignored() -> None:
+def test_an_unknown_key_in_a_record_is_ignored() -> None:
     data = json.loads(to_json(healthy()))
     data["steps"][0]["new"] = 1
     assert from_json(json.dumps(data)) == healthy()
@@ -60,7 +60,7 @@ LOWER, FP64, FLOOR = {**REPLAY, "scale": 2.0}, {**FP32, "dtype": "float64"}, {**
         ("end", (REPLAY, FP32, FLOOR), "low fp32 floor"),
     ],
 )
-def test_the_replays_of_a_record_of_version_2_have_the_roles_that_they_had_by_their_place(
+def test_replays_of_a_version_2_record_get_their_roles_from_their_order(
     why: str, replays: tuple[dict[str, Any], ...], names: str
 ) -> None:
     record = from_json(changed(version=2, investigations=[{"step": 3, "why": why, "replays": replays}]))
@@ -83,7 +83,7 @@ def without(key: str) -> str:
     return json.dumps({name: value for name, value in json.loads(to_json(healthy())).items() if name != key})
 
 
-def test_a_record_of_version_2_says_how_far_a_step_could_be_replayed() -> None:
+def test_version_2_fields_become_the_replay_reach_and_a_not_reproduced_outcome() -> None:
     made = {"step": 3, "why": "loss", "replays": [REPLAY, FP32, FP64], "has_loss": False, "spoilt": ["[0]"]}
     searched = {"strategy": "guided", "outcome": "spoilt-input", "message": "it fails"}
     record = from_json(changed(version=2, investigations=[made], search=searched))
@@ -131,7 +131,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_no_record_is_refused_with_its_file_named(name: str, tmp_path: Path) -> None:
+def test_an_invalid_or_damaged_record_is_refused_with_its_path(name: str, tmp_path: Path) -> None:
     text, message = DAMAGED[name]
     path = tmp_path / "record.json"
     path.write_text(text, encoding="utf-8")
@@ -142,34 +142,34 @@ def test_what_is_no_record_is_refused_with_its_file_named(name: str, tmp_path: P
     assert caught.value.__cause__ is None
 
 
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+def test_a_binary_file_is_refused_as_a_record(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     path.write_bytes(b"PK\x03\x04\xff\xfe")
     with pytest.raises(RecordError, match="not a record: "):
         read_record(path)
 
 
-def test_deep_nesting_is_refused_not_crashed_on() -> None:
+def test_deeply_nested_json_raises_a_record_error() -> None:
     with pytest.raises(RecordError):
         from_json("[" * 100_000)
 
 
-def test_half_a_surrogate_pair_in_a_message_is_written_as_a_question_mark() -> None:
+def test_a_lone_surrogate_is_written_as_a_question_mark() -> None:
     record = dataclasses.replace(healthy(), error="bad \ud800 name")
     assert from_json(to_json(record)).error == "bad ? name"
 
 
-def test_a_device_is_no_record() -> None:
+def test_a_device_is_refused_as_a_record() -> None:
     with pytest.raises(RecordError, match="/dev/zero: cannot be read: a device; needed: a file"):
         read_record(Path("/dev/zero"))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_record_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"absent\.json: cannot be read: No such file"):
         read_record(tmp_path / "absent.json")
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_write_record_creates_folders_and_read_record_returns_an_equal_record(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "record.json"
     write_record(forward_nan(), str(path))
     assert repr(read_record(path)) == repr(forward_nan())
@@ -177,7 +177,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no file modes")
-def test_a_record_is_readable_as_any_file_is(tmp_path: Path) -> None:
+def test_a_record_file_has_the_mode_of_an_ordinary_file(tmp_path: Path) -> None:
     path, ordinary = tmp_path / "record.json", tmp_path / "ordinary"
     ordinary.touch()
     write_record(healthy(), path)
@@ -222,7 +222,7 @@ def opened_on_a_full_disk(path: Path, mode: str) -> Full:
     ],
     ids=["full when all is written", "full at the end", "full while writing", "an interrupt"],
 )
-def test_what_fails_while_writing_leaves_the_old_file_whole_and_nothing_beside_it(
+def test_a_failed_or_interrupted_write_keeps_the_old_file_and_leaves_no_other(
     owner: object, call: str, fails: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "record.json"
@@ -239,25 +239,25 @@ def test_what_fails_while_writing_leaves_the_old_file_whole_and_nothing_beside_i
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="folders are always writable for root and on Windows")
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_write_without_permission_names_the_record_file(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(RecordError, match=r"record\.json: cannot be written: Permission denied"):
         write_record(healthy(), tmp_path / "record.json")
     tmp_path.chmod(0o700)
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_write_below_a_regular_file_names_the_record_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecordError, match=r"record\.json: cannot be written: "):
         write_record(healthy(), tmp_path / "file" / "record.json")
 
 
-def test_a_finding_is_complete_without_its_optional_parts() -> None:
+def test_the_optional_fields_of_a_finding_default_to_none_or_empty() -> None:
     finding = Finding("unknown", "warning", 3, "backward", "one replay of three failed")
     assert (finding.source, finding.root, dict(finding.evidence)) == (None, None, {})
 
 
-def test_what_is_no_record_is_not_written(tmp_path: Path) -> None:
+def test_write_record_refuses_an_object_that_is_not_a_record(tmp_path: Path) -> None:
     nothing: Any = None
     with pytest.raises(TypeError, match=r"^got a NoneType instead of a Record; allowed: write_record\(record, path"):
         write_record(nothing, tmp_path / "new" / "r.json")

@@ -1,4 +1,4 @@
-"""The lines of code that a record names, as it keeps them."""
+"""The source lines that a record keeps around its findings."""
 
 import linecache
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.report.records import run
 
 
 def naming(file: Path, *numbers: int) -> Record:
-    """A record whose findings name these lines, with the texts that they have now."""
+    """A record whose findings name these lines with their current text."""
     linecache.checkcache()
     sources = [Source(str(file), number, "f", linecache.getline(str(file), number).strip()) for number in numbers]
     return run([], findings=tuple(Finding("unknown", "error", 0, "forward", "", source=one) for one in sources))
@@ -23,14 +23,14 @@ def written(file: Path, lines: int) -> Path:
     return file
 
 
-def test_a_file_of_a_few_lines_is_kept_whole(tmp_path: Path) -> None:
+def test_a_short_file_is_kept_whole(tmp_path: Path) -> None:
     file = written(tmp_path / "model.py", WHOLE)
     (listing,) = with_listings(naming(file, 3, 9)).listings
     assert (listing.file, listing.first) == (str(file), 1)
     assert listing.lines == tuple(f"    x{number} = 1" for number in range(1, WHOLE + 1))
 
 
-def test_of_a_long_file_the_lines_around_each_are_kept_and_neighbours_are_joined(tmp_path: Path) -> None:
+def test_a_long_file_keeps_the_lines_around_each_finding_and_joins_neighbours(tmp_path: Path) -> None:
     file = written(tmp_path / "model.py", 2000)
     pieces = with_listings(naming(file, 1000, 1010, 1, 2000)).listings
     spans = [(one.first, one.first + len(one.lines) - 1) for one in pieces]
@@ -38,7 +38,7 @@ def test_of_a_long_file_the_lines_around_each_are_kept_and_neighbours_are_joined
     assert pieces[1].lines[AROUND] == "    x1000 = 1"
 
 
-def test_nothing_is_kept_of_a_file_that_has_changed_since(tmp_path: Path) -> None:
+def test_a_changed_file_gets_no_new_listing_and_keeps_the_earlier_one(tmp_path: Path) -> None:
     file = written(tmp_path / "model.py", 20)
     record = naming(file, 3)
     file.write_text("# new\n" + file.read_text("utf-8"), encoding="utf-8")
@@ -48,13 +48,13 @@ def test_nothing_is_kept_of_a_file_that_has_changed_since(tmp_path: Path) -> Non
     assert with_listings(replace(record, listings=kept)).listings == kept
 
 
-def test_a_file_that_is_gone_or_shorter_is_no_fault(tmp_path: Path) -> None:
+def test_a_missing_file_leaves_the_record_unchanged(tmp_path: Path) -> None:
     source = Source(str(tmp_path / "gone.py"), 7, "f", "x = 1")
     record = run([], findings=(Finding("unknown", "error", 0, "forward", "", source=source),))
     assert with_listings(record) == record
 
 
-def test_a_record_stays_small(tmp_path: Path) -> None:
+def test_listings_are_limited_in_lines_and_in_characters_per_line(tmp_path: Path) -> None:
     files = [written(tmp_path / f"model_{number}.py", WHOLE) for number in range(MOST_LINES // WHOLE + 5)]
     (tmp_path / "wide.py").write_text("x = '" + "y" * 10_000 + "'\n", encoding="utf-8")
     records = [naming(file, 1) for file in (tmp_path / "wide.py", *files)]
@@ -64,6 +64,6 @@ def test_a_record_stays_small(tmp_path: Path) -> None:
     assert max(len(text) for one in listings for text in one.lines) == MOST_CHARACTERS
 
 
-def test_they_are_written_and_read(tmp_path: Path) -> None:
+def test_listings_survive_a_round_trip_through_json(tmp_path: Path) -> None:
     record = with_listings(naming(written(tmp_path / "model.py", 5), 2))
     assert from_json(to_json(record)) == record

@@ -1,4 +1,4 @@
-"""The log of a run: its lines make the record, it stays small, and no fault of it reaches the run."""
+"""The log of a run: its lines give the record, it stays small, and its errors never reach the run."""
 
 import errno
 import functools
@@ -16,7 +16,7 @@ from hypothesis import example, given
 
 from ampdbg.errors import RecordError
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.steps import MOST_INFORMATIVE, MOST_STEPS, STEPS_AT_ENDS, StepLog
+from ampdbg.probes.steps import MOST_STEPS, MOST_INFORMATIVE, STEPS_AT_ENDS, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
 from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
 from tests.strategies import steps as any_steps
@@ -41,7 +41,7 @@ def log_of(path: Path, warn: Callable[[str], None] = failing) -> RunLog:
     return RunLog(path, "run", warn)
 
 
-def test_the_lines_make_the_record(tmp_path: Path) -> None:
+def test_the_log_reads_back_as_the_record_during_and_after_the_run(tmp_path: Path) -> None:
     path, found = tmp_path / "deep" / "run.jsonl", [investigation(1)]
     log, steps = log_of(path), [step(0), step(1, loss=float("nan"), skipped=True, grad_norm=float("inf")), step(2)]
     for one in steps:
@@ -57,7 +57,7 @@ def test_the_lines_make_the_record(tmp_path: Path) -> None:
 @given(made=any_steps)
 @example(made=replace(step(0), losses={"one": math.inf}))
 @example(made=replace(step(0), optimizer=1))
-def test_a_step_is_read_back_as_it_was(made: Step, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_step_is_read_back_unchanged(made: Step, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "one.jsonl"
     log = log_of(path)
     log.step(made)
@@ -65,7 +65,7 @@ def test_a_step_is_read_back_as_it_was(made: Step, tmp_path_factory: pytest.Temp
     assert repr(read_log(path).steps) == repr((made,))
 
 
-def test_the_record_is_written_again_when_something_is_new(tmp_path: Path) -> None:
+def test_the_record_is_written_again_only_if_the_news_changes(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     log, misused = log_of(path), replace(GOING_ON, misuses=(Misuse("misuse-no-update", 1),))
     for number, (news, record) in enumerate([(0, GOING_ON), (0, misused), (1, misused), (1, GOING_ON)]):
@@ -76,7 +76,7 @@ def test_the_record_is_written_again_when_something_is_new(tmp_path: Path) -> No
     assert read_log(path).misuses == misused.misuses
 
 
-def test_each_line_is_small_and_there_before_the_next_step(tmp_path: Path) -> None:
+def test_each_step_is_written_at_once_as_a_line_below_160_bytes(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     log = log_of(path)
     for number in range(5):
@@ -87,7 +87,7 @@ def test_each_line_is_small_and_there_before_the_next_step(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_last_line_is_ignored(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "run.jsonl"
     log = log_of(path)
     log.step(step(0))
@@ -104,7 +104,7 @@ FEW = (0, 5003, 7600)
 
 
 def run_of(path: Path, count: int, *, is_bad: Callable[[int], bool] = FEW.__contains__) -> tuple[Record, int]:
-    """The record of a run of so many steps of which some were skipped, and the most bytes that its log had."""
+    """The record of a run of ``count`` steps, skipped where ``is_bad``, and the peak bytes of its log."""
     log = log_of(path)
     steps = StepLog(torch.nn.Linear(1, 1), None)
     steps.journal = log
@@ -120,7 +120,7 @@ def run_of(path: Path, count: int, *, is_bad: Callable[[int], bool] = FEW.__cont
     return replace(GOING_ON, steps=steps.steps, left_out=steps.left_out), max(most, path.stat().st_size)
 
 
-def test_the_log_of_a_long_run_stays_small_and_has_the_steps_of_the_record(tmp_path: Path) -> None:
+def test_the_log_of_a_long_run_stays_below_2_mb_and_has_every_recorded_step(tmp_path: Path) -> None:
     record, most = run_of(tmp_path / "run.jsonl", 8_000)
     assert most < 2_000_000
     found = {one.step: one for one in read_log(tmp_path / "run.jsonl").steps}
@@ -133,7 +133,7 @@ BAD = {"every step": lambda number: True, "three of four": lambda number: number
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_bad", BAD.values(), ids=BAD)
-def test_the_log_of_a_run_that_goes_wrong_stays_small_and_counts_what_it_leaves_out(
+def test_the_log_of_a_failing_run_stays_below_2_mb_and_counts_the_omitted_steps(
     tmp_path: Path, is_bad: Callable[[int], bool]
 ) -> None:
     count = 2 * MOST_INFORMATIVE + 1000
@@ -143,7 +143,7 @@ def test_the_log_of_a_run_that_goes_wrong_stays_small_and_counts_what_it_leaves_
     read = read_log(tmp_path / "run.jsonl")
     found = {one.step: one for one in read.steps}
     assert {one.step: found[one.step] for one in record.steps} == {one.step: one for one in record.steps}
-    assert len(found) <= 4 * MOST_INFORMATIVE  # a healthy one on each side of it
+    assert len(found) <= 4 * MOST_INFORMATIVE  # each with a healthy step on either side
     assert read.left_out == record.left_out
     assert record.steps_skipped == record.left_out.unhealthy + sum(one.found_inf for one in record.steps)
     assert record.steps_skipped == sum(map(is_bad, range(count)))
@@ -153,13 +153,13 @@ def test_the_log_of_a_run_that_goes_wrong_stays_small_and_counts_what_it_leaves_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_bad", "most"), [(FEW.__contains__, 2_000_000), (BAD["every step"], 3_000_000)])
-def test_the_log_of_a_million_steps_is_as_small(tmp_path: Path, is_bad: Callable[[int], bool], most: int) -> None:
+def test_the_log_of_a_million_steps_stays_below_3_mb(tmp_path: Path, is_bad: Callable[[int], bool], most: int) -> None:
     record, largest = run_of(tmp_path / "run.jsonl", 1_000_000, is_bad=is_bad)
     assert largest < most
     assert record.steps_skipped == sum(map(is_bad, range(1_000_000)))
 
 
-def test_of_many_investigations_the_first_and_the_last_are_kept() -> None:
+def test_only_the_first_and_the_last_of_many_investigations_are_kept() -> None:
     made = [investigation(number) for number in range(40)]
     assert kept(made[:MOST_KEPT]) == tuple(made[:MOST_KEPT])
     assert kept(made) == (*made[:FIRST_KEPT], *made[-(MOST_KEPT - FIRST_KEPT) :])
@@ -169,10 +169,10 @@ def test_of_many_investigations_the_first_and_the_last_are_kept() -> None:
     assert one_by_one == kept(made)
 
 
-# --- what goes wrong beside the run ---
+# --- failures of the log itself ---
 
 
-def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_does_not_write_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"
     log = log_of(path)
     log.step(step(0))
@@ -186,7 +186,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("place", ["file/run.jsonl", "folder"])
-def test_a_place_that_cannot_be_written_is_one_warning(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_log_gives_one_warning(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     said: list[str] = []
@@ -201,7 +201,7 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path: Path, place: st
 
 
 @pytest.mark.parametrize("text", ["import csv\n", '"ampdbg.log"\n', '{"format": "ampdbg.record"}'])
-def test_what_the_user_has_there_stays(tmp_path: Path, text: str) -> None:
+def test_the_log_does_not_overwrite_a_user_file(tmp_path: Path, text: str) -> None:
     path, said = tmp_path / "run.jsonl", list[str]()
     path.write_text(text)
     log = log_of(path, said.append)
@@ -213,7 +213,7 @@ def test_what_the_user_has_there_stays(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_as_log_gives_a_warning_without_blocking(tmp_path: Path) -> None:
     path, said = tmp_path / "run.jsonl", list[str]()
     os.mkfifo(path)
     log_of(path, said.append).step(step(0))
@@ -223,7 +223,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", ["", '{"format": "ampdbg.log", "version": 9}\nx'])
-def test_an_empty_file_and_a_log_are_written_over(tmp_path: Path, there: str) -> None:
+def test_the_log_overwrites_an_empty_file_and_an_earlier_log(tmp_path: Path, there: str) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(there)
     log = log_of(path)
@@ -232,7 +232,7 @@ def test_an_empty_file_and_a_log_are_written_over(tmp_path: Path, there: str) ->
     assert read_log(path).steps == (step(0),)
 
 
-def test_a_disk_that_is_full_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_one_warning_and_keeps_earlier_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     log = log_of(tmp_path / "run.jsonl", said.append)
     log.step(step(0))
@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_is_one_warning(tmp_path: Path, monkeypatch: pytest.
     assert read_log(tmp_path / "run.jsonl").steps == (step(0),)
 
 
-# --- a log from somebody else ---
+# --- damaged logs and other files ---
 
 
 HEAD = '{"format": "ampdbg.log", "version": 1}'
@@ -294,7 +294,7 @@ def test_a_damaged_log_is_refused_in_one_message(tmp_path: Path, lines: list[str
     assert "\n" not in str(raised.value)
 
 
-def test_another_file_is_no_log(tmp_path: Path) -> None:
+def test_is_log_is_false_for_other_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text('{"format": "ampdbg.record"}')
     assert not is_log(tmp_path / "r.json")
     (tmp_path / "train.py").write_text('log = "ampdbg.log"')
