@@ -121,9 +121,7 @@ CHECKPOINTED = NET.replace(
         pytest.param(CHECKPOINTED, "O0", 4, id="what a checkpoint computes again"),
     ],
 )
-def test_tensors_outside_the_graph_or_recomputed_by_a_checkpoint_are_not_counted(
-    net: str, level: str, size: int, tmp_path: Path
-) -> None:
+def test_tensors_that_autograd_does_not_keep_are_not_counted(net: str, level: str, size: int, tmp_path: Path) -> None:
     with prepared(load_config(written(tmp_path, net), (f"precision.level={level}",))) as run:
         assert used(run).activations == activations(size)
 

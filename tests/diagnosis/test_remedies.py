@@ -111,9 +111,7 @@ def test_nll_loss_has_its_own_remedy_for_a_true_nan() -> None:
     ],
 )
 @pytest.mark.parametrize("code", ["true-nan", "infinite-loss"])
-def test_the_remedy_names_the_operand_without_a_value_unless_the_line_is_ambiguous(
-    code: str, phase: Phase, op: str, line: str, told: str
-) -> None:
+def test_a_formula_remedy_names_its_undefined_operand(code: str, phase: Phase, op: str, line: str, told: str) -> None:
     at = replace(PRODUCER, phase=phase, op=f"aten.{op}.Tensor", source=replace(LINE, text=line))
     remedy = remedy_of(code, at)
     named = [part for part in ("the logarithm's argument", "the divisor", "the square root") if part in remedy]
@@ -207,9 +205,7 @@ def test_an_eps_underflow_names_the_pole_of_the_function_on_its_line(
         ("backward", "loss = -torch.log(1 - p).mean()", True),
     ],
 )
-def test_a_quotient_has_the_1_minus_p_remedy_only_if_the_divisor_is_1_minus_p(
-    phase: Phase, line: str, is_near_one: bool
-) -> None:
+def test_only_a_quotient_by_1_minus_p_advises_to_compute_p_in_fp32(phase: Phase, line: str, is_near_one: bool) -> None:
     source = replace(LINE, text=line)
     _is_near_one(replace(PRODUCER, op="aten.div.Tensor", phase=phase, source=source), is_near_one)
 

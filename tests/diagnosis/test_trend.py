@@ -42,9 +42,7 @@ def doubling(step: int) -> float:
     ],
     ids=["from 1", "from 100", "noisy"],
 )
-def test_steady_growth_is_extrapolated_to_the_step_that_reaches_the_limit(
-    value: Callable[[int], float], at: int
-) -> None:
+def test_steady_growth_is_extrapolated_to_the_step_of_the_limit(value: Callable[[int], float], at: int) -> None:
     reached = reached_at(trend(value))
     assert reached is not None
     assert reached == pytest.approx(at, rel=0.03)
