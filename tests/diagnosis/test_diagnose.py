@@ -248,7 +248,7 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
     [
         (".x" * 20, 1, 20),
         ("xxxx" + ".x" * 20, 1, 20),  # the scale settles first
-        (".x.xx." * 8 + ".", 1, 16),  # the edge moves with the batch
+        (".x.xx." * 8 + ".", 1, 16),  # the limit moves with the batch
         ("..x" * 20, 2, 20),
     ],
 )
@@ -305,7 +305,7 @@ def test_new_scalers_that_each_skip_until_they_settle_are_a_scale_restart(
         [replace(step, scaler=1 + step.step % 2) for step in steps_of("x" * 12 + "." * 28)],  # two alternating scalers
     ],
 )
-def test_scalers_with_few_later_skips_folds_and_alternating_scalers_are_healthy(steps: list[Step]) -> None:
+def test_few_skips_of_later_scalers_folds_and_alternating_scalers_are_healthy(steps: list[Step]) -> None:
     assert diagnosed(steps).verdict == "healthy"
 
 

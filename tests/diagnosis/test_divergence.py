@@ -110,9 +110,9 @@ def test_a_loss_below_the_first_loss_cannot_have_risen() -> None:
         ([0.5, 0.4, 0.4, 4e15, math.nan, 4.5e15], ("0.4", "4.5e15")),
         ([4.4, 2e7, 2e6, 5e5, 8e5, 1e5], ("4.4", "100,000")),  # Adam, at a rate of 1,000
         ([4.4, 2e7, 2e6, 5e2, 8e5, 1e5], None),  # less than a thousand times the first
-        ([0.5, 0.4, 0.4, 50.0, 0.4, 50.0, 50.0], None),  # it comes back
+        ([0.5, 0.4, 0.4, 50.0, 0.4, 50.0, 50.0], None),  # the loss returns
         ([0.5, 0.4, 0.4, 500.0], None),  # a single loss may be a hard batch
-        ([1e-4, -3.0, 5.0, -12.0, 40.0, -30.0, 60.0], None),  # a critic's
+        ([1e-4, -3.0, 5.0, -12.0, 40.0, -30.0, 60.0], None),  # the losses of a critic
         ([1.0, 1.1, 1.3, 2.0, 4.0, 8.0], None),
         ([0.0, 0.0, 0.0, 0.0], None),
         ([], None),

@@ -164,7 +164,7 @@ REFUTED = {
 
 
 @pytest.mark.parametrize(("half", "phase"), REFUTED.values(), ids=REFUTED)
-def test_a_step_that_is_not_finite_in_fp16_is_inconclusive(half: Replay, phase: str | None) -> None:
+def test_a_failed_fp16_check_within_the_window_is_inconclusive(half: Replay, phase: str | None) -> None:
     seen = diagnose_ranges(replace(record(forward(3.0), gradient("a", 1.0, 1024.0)), checks=(WIDE, half)))
     assert [finding.phase for finding in seen.findings] == ([] if phase is None else [phase])
     assert seen.verdict == ("healthy" if phase is None else "inconclusive")
@@ -208,7 +208,7 @@ READY = {
 
 
 @pytest.mark.parametrize(("sites", "checks", "trains", "pins"), READY.values(), ids=READY)
-def test_a_bfloat16_step_is_ready_for_fp16_if_its_fp16_check_is_finite(
+def test_the_readiness_of_a_bfloat16_step_follows_its_fp16_checks_and_window(
     sites: tuple[Site, ...], checks: tuple[Replay, ...], trains: bool | None, pins: tuple[str, ...]
 ) -> None:
     ready = bf16(*sites, checks=checks).readiness

@@ -106,7 +106,7 @@ NEXT = {
 
 
 @pytest.mark.parametrize("name", NEXT)
-def test_the_next_command_of_a_search(name: str) -> None:
+def test_the_next_command_matches_the_end_of_the_search(name: str) -> None:
     record, config, command = NEXT[name]
     assert plain(record, 200, config).splitlines()[-1] == f"  ampdbg {command}"
 

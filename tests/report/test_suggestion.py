@@ -78,9 +78,7 @@ def of_several_models() -> Record:
         (ScriptRun("pack.train", ("mlp",), is_module=True), False, "ampdbg run -m pack.train mlp"),
     ],
 )
-def test_the_rerun_after_a_patch_repeats_the_original_command(
-    script: ScriptRun | None, emulated: bool, again: str
-) -> None:
+def test_a_patched_rerun_repeats_the_original_command(script: ScriptRun | None, emulated: bool, again: str) -> None:
     record = proven()
     record = replace(record, script=script, environment=replace(record.environment, emulated=emulated))
     text = rendered(record, PATCHED, replace(TYPED, config="c.yaml", is_applied=True))
