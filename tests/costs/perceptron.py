@@ -1,4 +1,4 @@
-"""A small model in a folder, of which every byte of a step can be reckoned by hand."""
+"""A small model in a folder, for which every byte of a step can be computed by hand."""
 
 from pathlib import Path
 
@@ -38,15 +38,15 @@ PARAMETERS = (WIDTH + 1) * HIDDEN + (HIDDEN + 1) * CLASSES
 
 
 def written(folder: Path, net: str = NET, config: str = CONFIG) -> Path:
-    """The path of the config."""
+    """Writes the model and the config, and returns the path of the config."""
     (folder / "net.py").write_text(net, encoding="utf-8")
     (folder / "c.yaml").write_text(config, encoding="utf-8")
     return folder / "c.yaml"
 
 
 def activations(size: int) -> int:
-    """What autograd keeps but for weights, where a number of the model takes ``size`` bytes.
+    """The bytes that autograd keeps besides weights, at ``size`` bytes for each number of the model.
 
-    The input, the ReLU's result, which the second layer keeps too, and what is squared, which is float32.
+    It keeps the input, the ReLU's result, which the second layer shares, and the operand of the square, in float32.
     """
     return BATCH * (WIDTH + HIDDEN) * size + BATCH * CLASSES * 4

@@ -1,4 +1,4 @@
-"""How large a batch fits: doubling, what is reckoned from it, and why it ends."""
+"""The largest batch that fits: the search by doubling, its extrapolation, and the reasons for which it ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ BATCH = {"x": torch.ones(8, 3), "y": (torch.arange(8), torch.tensor(2.0)), "name
 
 
 def fit(room: int, size: Callable[[int], int], batch: Any = BATCH) -> BatchFit:
-    """``size`` are the bytes of a batch of so many samples."""
+    """``size`` returns the bytes of a batch with the given number of samples."""
     return largest_batch(batch, room, size(8), lambda larger: size(len(larger["x"])))
 
 
@@ -35,22 +35,22 @@ def proportional(samples: int) -> int:
         (100 + 10 * 8 * 1024, BatchFit(1024, (180, 260, 420), is_reckoned=True)),
     ],
 )
-def test_what_grows_in_proportion_is_reckoned_to_the_byte(room: int, expected: BatchFit) -> None:
+def test_proportional_memory_is_extrapolated_to_the_byte(room: int, expected: BatchFit) -> None:
     assert fit(room, proportional) == expected
 
 
-def test_what_grows_otherwise_is_measured_and_no_more_is_claimed() -> None:
+def test_memory_that_grows_out_of_proportion_is_measured_and_not_extrapolated() -> None:
     assert fit(16**2, lambda samples: samples**2) == BatchFit(2, (64, 256, 1024))
     found = fit(10**9, lambda samples: samples**2)
     assert (found.times, len(found.measured), found.is_reckoned) == (16, 5, False)
     assert found.why == "memory does not grow in proportion, so ampdbg tried no larger batch"
 
 
-def test_what_does_not_grow_at_all_is_not_reckoned() -> None:
+def test_constant_memory_is_not_extrapolated() -> None:
     assert not fit(10**9, lambda samples: 64).is_reckoned
 
 
-def test_a_batch_that_cannot_be_doubled_says_why() -> None:
+def test_doubling_reports_a_missing_shared_dimension_and_an_error_of_the_model() -> None:
     assert shared_dimension([torch.ones(3), torch.ones(4)]) is None
     assert "share no dimension" in largest_batch([torch.ones(3), torch.ones(4)], 10, 1, lambda batch: 1).why
 
@@ -63,7 +63,7 @@ def test_a_batch_that_cannot_be_doubled_says_why() -> None:
     assert (found.times, found.why) == (2, "4 times: the model raised ValueError: got 32, needed 16")
 
 
-def test_a_batch_that_torch_cannot_double_says_why() -> None:
+def test_doubling_reports_tensors_that_torch_cannot_repeat() -> None:
     rows = torch.ones(4, 3).to_sparse_csr()
     found = largest_batch([rows, torch.ones(4)], 10, 1, lambda batch: 1)
     assert found.times == 1
@@ -77,18 +77,16 @@ def test_a_batch_that_torch_cannot_double_says_why() -> None:
     [
         (BATCH, (0, 8)),
         ((torch.ones(5, 2), torch.ones(5)), (0, 5)),
-        ((torch.ones(7, 4), torch.ones(9, 4)), (1, 4)),  # the sequence first
+        ((torch.ones(7, 4), torch.ones(9, 4)), (1, 4)),  # sequence first
         (torch.tensor(3.0), None),
         ("text", None),
     ],
 )
-def test_the_dimension_of_the_batch_is_the_first_that_all_its_tensors_share(
-    batch: Any, shared: tuple[int, int] | None
-) -> None:
+def test_the_batch_dimension_is_the_first_that_all_tensors_share(batch: Any, shared: tuple[int, int] | None) -> None:
     assert shared_dimension(batch) == shared
 
 
-def test_a_batch_is_repeated_along_it_and_left_as_it_was() -> None:
+def test_enlarging_repeats_along_the_given_dimension_and_leaves_the_batch_unchanged() -> None:
     larger = enlarged(BATCH, 4, 0)
     assert torch.equal(larger["y"][0], torch.arange(8).repeat(4))
     assert (larger["x"].shape, larger["y"][1].item(), larger["names"]) == ((32, 3), 2.0, ["a"])

@@ -1,4 +1,4 @@
-"""The levels side by side: each is the scan of its own, its memory is that by hand, and what cannot run is a row."""
+"""The comparison of levels: each level equals a scan of its own, memory matches a hand count, failures are rows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -44,11 +44,11 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """Of a model that trains at every level but O3, where the eps of AdamW is 0."""
+    """The costs of a model that trains at every level except O3, where AdamW's eps is 0."""
     return ampdbg.cost(written(tmp_path_factory.mktemp("healthy")), memory="64 kB")
 
 
-def test_each_level_is_the_scan_of_its_own_and_nothing_leaks_into_the_next(tmp_path: Path, healthy: Record) -> None:
+def test_each_level_has_the_loss_and_verdict_of_a_separate_scan(tmp_path: Path, healthy: Record) -> None:
     seen = by_name(healthy)
     assert list(seen) == ALL
     for name, settings in SETTINGS.items():
@@ -66,17 +66,17 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("precision", GIVEN)
-def test_what_the_config_says_of_the_loss_scale_holds_at_each_level(precision: str, tmp_path: Path) -> None:
+def test_the_loss_scale_of_the_config_applies_at_each_level_that_scales(precision: str, tmp_path: Path) -> None:
     config = load_config(written(tmp_path, config=f"{CONFIG}precision: {precision}\n"))
     modes = [mode_of(at.precision, torch.device("cpu")) for _, at in levels_of(config, ())]
     assert [mode.scaler().get_scale() for mode in modes] == GIVEN[precision]
     assert {mode.precision.keep_norms_fp32 for mode in modes} <= {None, False}
 
 
-def test_memory_is_that_by_hand(healthy: Record) -> None:
+def test_the_memory_of_each_level_matches_a_hand_count(healthy: Record) -> None:
     seen = by_name(healthy)
     full, half = 4 * PARAMETERS, 2 * PARAMETERS
-    state = 2 * 2 * 2  # AdamW counts steps in a float32 of its own for each of the four parameters
+    state = 2 * 2 * 2  # AdamW counts the steps of each of the four parameters in its own float32
     assert {name: asdict(one.memory) for name, one in seen.items() if one.memory} == {
         name: asdict(memory)
         for name, memory in {
@@ -95,11 +95,11 @@ OVERFLOWS = NET.replace("torch.relu(self.first(x))", "torch.relu(self.first(x) *
 
 
 @pytest.mark.slow
-def test_only_what_trains_is_held_against_fp32_and_its_noise(tmp_path: Path, healthy: Record) -> None:
+def test_only_levels_that_train_are_compared_with_fp32_and_its_noise(tmp_path: Path, healthy: Record) -> None:
     seen = by_name(ampdbg.cost(written(tmp_path, OVERFLOWS)))
     assert (seen["O1"].skipped, code_of(seen["O1"]), seen["O1"].trains) == (4, "forward-overflow", False)
     assert [name for name, one in seen.items() if one.apart is not None] == ["bfloat16"]
-    # The optimizer's state counts, though O1 took no step.
+    # The optimizer's state counts although O1 took no step.
     assert seen["O1"].memory is not None
     assert seen["FP32"].memory is not None
     assert seen["O1"].memory.optimizer == seen["FP32"].memory.optimizer > 0
@@ -109,7 +109,7 @@ def test_only_what_trains_is_held_against_fp32_and_its_noise(tmp_path: Path, hea
 
 
 @pytest.mark.slow
-def test_updates_that_a_loss_scale_skipped_are_not_made_in_fp32_either(tmp_path: Path) -> None:
+def test_the_fp32_twin_of_a_level_skips_the_steps_that_the_level_skipped(tmp_path: Path) -> None:
     steep = NET.replace(".mean()", ".mean() * 100").replace("range(4)", "range(16)")
     config = CONFIG.replace("steps: 4", "steps: 16") + "optimizer: {target: torch.optim:SGD, args: {lr: 0.002}}\n"
     begun: dict[str, list[str]] = {}
@@ -124,12 +124,12 @@ def test_updates_that_a_loss_scale_skipped_are_not_made_in_fp32_either(tmp_path:
         assert record.costs is not None
         assert any("skipped" in note for note in record.costs.notes) == bool(seen.skipped)
     twins = {scale: [stage for stage in stages if "skipped" in stage] for scale, stages in begun.items()}
-    # O2 has skipped the same steps, and is held against the same twin.
+    # O2 skipped the same steps, and is compared with the same twin.
     assert twins == {"65536": ["FP32 without the steps that O1 skipped"], "128": []}
 
 
 @pytest.mark.slow
-def test_pins_of_the_config_and_of_a_record_have_a_row_of_their_own(
+def test_pins_of_the_config_and_of_the_record_have_a_separate_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -150,7 +150,7 @@ BANNED = NET.replace(
 
 
 @pytest.mark.slow
-def test_a_level_that_cannot_run_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_a_level_that_cannot_run_is_a_row_with_its_error(tmp_path: Path) -> None:
     seen = by_name(ampdbg.cost(written(tmp_path, HALF_BY_HAND)))
     assert [name for name, one in seen.items() if one.error] == ["O2", "O3"]
     assert "at this level the weights are half" in seen["O2"].error
@@ -163,7 +163,7 @@ def test_a_level_that_cannot_run_is_a_row_that_says_so(tmp_path: Path) -> None:
     assert banned["FP32"].trains
 
 
-def test_an_interrupt_leaves_what_had_ended(tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_finished_levels(tmp_path: Path) -> None:
     def level(name: str) -> None:
         if name == "O2":
             raise KeyboardInterrupt
@@ -175,7 +175,7 @@ def test_an_interrupt_leaves_what_had_ended(tmp_path: Path) -> None:
         ampdbg.cost(written(tmp_path), observer=observing(level=lambda name: level("O2")))
 
 
-def test_a_batch_that_fits_is_found_at_each_level(healthy: Record) -> None:
+def test_the_batch_multiple_of_each_level_is_the_largest_that_fits(healthy: Record) -> None:
     for name, one in by_name(healthy).items():
         assert one.memory is not None
         assert one.fit is not None
@@ -183,7 +183,7 @@ def test_a_batch_that_fits_is_found_at_each_level(healthy: Record) -> None:
         assert one.fit.times * one.memory.activations <= room < 2 * one.fit.times * one.memory.activations, name
 
 
-def test_the_record_is_read_again_and_says_what_ran(healthy: Record) -> None:
+def test_a_cost_record_round_trips_and_names_its_command_and_config(healthy: Record) -> None:
     assert repr(from_json(to_json(healthy))) == repr(healthy)
     assert (healthy.command, healthy.verdict, healthy.environment.emulated) == ("cost", "inconclusive", True)
     assert (healthy.config["precision"]["level"], healthy.planned_steps) == ("O1", 4)
@@ -195,7 +195,7 @@ def test_the_record_is_read_again_and_says_what_ran(healthy: Record) -> None:
 NORM = NET.replace("torch.relu(self.first(x))", "self.norm(self.first(x) * 2000.0)").replace(
     "        self.first,", "        self.norm = nn.BatchNorm1d(32)\n        self.first,"
 )
-"""The variance of what is normed is about a million: a running one of half weights is infinite."""
+"""The norm's input has a variance of about a million: a running variance in half precision is infinite."""
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ NORM = NET.replace("torch.relu(self.first(x))", "self.norm(self.first(x) * 2000.
     [
         ("O2", None, []),
         pytest.param("O2", False, ["buffer-poisoned"], marks=pytest.mark.slow),
-        ("O3", None, ["buffer-poisoned", "frozen-weights"]),  # its gains of 1 stand still in half too
+        ("O3", None, ["buffer-poisoned", "frozen-weights"]),  # its gains of 1 do not move in half either
         pytest.param("O3", True, [], marks=pytest.mark.slow),
     ],
 )
-def test_the_statistics_of_a_batch_norm_need_fp32_weights(
+def test_a_batch_norm_with_half_weights_overflows_its_running_variance(
     level: str, keeps: bool | None, codes: list[str], tmp_path: Path
 ) -> None:
     key = "" if keeps is None else f", keep_norms_fp32: {str(keeps).lower()}"
@@ -222,7 +222,7 @@ FIXED = NET.replace("x):\n", "x):\n        assert len(x) == 8, 'made for 8'\n")
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_or_doubled_says_why(tmp_path: Path) -> None:
+def test_costs_state_why_a_level_was_not_measured_or_a_batch_not_doubled(tmp_path: Path) -> None:
     record = ampdbg.cost(written(tmp_path, ONE_SHOT), steps=2)
     assert record.costs is not None
     assert [(one.trains, one.memory) for one in record.costs.levels[:2]] == [(True, None)] * 2
@@ -238,7 +238,7 @@ def test_what_cannot_be_measured_or_doubled_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "kind"), [(place, kind) for place, kinds in test_tensor_kinds.CASES.items() for kind in kinds]
 )
-def test_no_kind_of_tensor_stops_the_comparison(place: str, kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_tensor_passes_the_comparison_of_levels(place: str, kind: str, tmp_path: Path) -> None:
     config = test_tensor_kinds.config(tmp_path, [kind], test_tensor_kinds.HEALTHY, place)
     costs = compare(config, (), 10**6, Observer()).costs
     assert costs is not None
@@ -248,7 +248,7 @@ def test_no_kind_of_tensor_stops_the_comparison(place: str, kind: str, tmp_path:
     assert {one.level for one in costs.levels if one.error} <= {"O2", "O3"}
 
 
-def test_the_time_of_a_step_is_the_median_behind_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_step_is_the_median_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 9.0] * 3 + [0.0, 1.0] * 4 + [0.0, 2.0] * 6)
     seen = list[str]()
 
@@ -269,7 +269,7 @@ def test_the_time_of_a_step_is_the_median_behind_a_warm_up(tmp_path: Path, monke
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured(tmp_path: Path) -> None:
+def test_time_and_peak_memory_are_measured_on_a_gpu(tmp_path: Path) -> None:
     seen = by_name(ampdbg.cost(written(tmp_path), device="cuda"))
     for one in seen.values():
         assert one.memory is not None

@@ -1,4 +1,4 @@
-"""What modules cost is known where torch's counter knows it, and never ends a search."""
+"""The costs of modules are known if torch's counter can run, and never end a search."""
 
 import pytest
 
@@ -36,7 +36,7 @@ WHOLE = (
     )
     .replace("self.after(x)", "self.lender(self.lender.inner(self.alone(self.query(self.after(x)))))")
 )
-"""A view of a parameter goes into a module, and a module is called by another than its parent, which never calls it."""
+"""A view of a parameter enters a module, and another module calls a submodule that its parent never calls."""
 
 Failing = tuple[Config, FailingStep]
 
@@ -48,8 +48,8 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Failing:
     return config, step
 
 
-def test_costs_are_those_of_who_computes_whoever_calls_it(failing: Failing) -> None:
-    """What a module that another than its parent calls computes, was none of its parent's to begin with."""
+def test_costs_belong_to_the_module_that_computes_whichever_module_calls_it(failing: Failing) -> None:
+    """The costs of a submodule that another module calls are not deducted from its parent, which never had them."""
     config, step = failing
     with prepared(config) as run:
         costs = step_costs(run, step)
@@ -57,13 +57,13 @@ def test_costs_are_those_of_who_computes_whoever_calls_it(failing: Failing) -> N
     assert product > 0
     products = dict.fromkeys(("before", "", "after", "query.add", "lender.inner"), product)
     assert costs.flops == {**products, "alone": product // 4, "lender": product // 4}
-    # What each gives in half: the casts of its input, weight and bias, and the product, two bytes each.
+    # The results in half: the casts of input, weight and bias, and the product, at two bytes a number.
     rows = step.snapshot.batches[0][0].shape[0]
     assert costs.activation_bytes["before"] == 2 * (8 * rows + 8 * 8 + 8 + 8 * rows)
     assert costs.activation_bytes.keys() == {*costs.flops, "query"}
 
 
-def test_a_model_that_the_counter_cannot_run_has_no_flops(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_are_zero_if_the_flop_counter_cannot_run(failing: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(counter: object) -> None:
         raise AssertionError("Expected gradient function to be set")
 

@@ -1,4 +1,4 @@
-"""What a pass takes: bytes by hand, against ``saved_tensors_hooks`` of a plain kind, under CUDA's policy and native."""
+"""The use of a pass: bytes by hand and by plain ``saved_tensors_hooks``, under CUDA's and the native policy."""
 
 import contextlib
 from pathlib import Path
@@ -25,7 +25,7 @@ def used(run: Run) -> PassUse:
 
 
 def counted(run: Run) -> int:
-    """The same by hooks that only count: every storage that autograd keeps, but for those of the model."""
+    """The same by hooks that only count: every storage that autograd keeps, except those of the model."""
     model, kept = run.workload.model, dict[int, torch.UntypedStorage]()
     batch = [leaf.clone() for leaf in next(batches_of_steps(run))[0]]
 
@@ -42,7 +42,7 @@ def counted(run: Run) -> int:
 
 
 CAST = HIDDEN * CLASSES * 2
-"""The gradient of the input of the second layer needs its weight; nothing needs that of the first."""
+"""The gradient of the second layer's input needs that layer's weight; no gradient needs the first layer's."""
 
 LEVELS = {
     "O0": (activations(4), 0),
@@ -54,7 +54,7 @@ LEVELS = {
 
 @pytest.mark.parametrize("policy", ["cuda", "native"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_bytes_are_those_by_hand_and_of_plain_hooks(level: str, policy: str, tmp_path: Path) -> None:
+def test_activation_and_cast_bytes_match_a_hand_count_and_plain_hooks(level: str, policy: str, tmp_path: Path) -> None:
     settings = (f"precision.level={level}", f"precision.policy={policy}")
     with prepared(load_config(written(tmp_path), settings)) as run:
         use = used(run)
@@ -63,11 +63,11 @@ def test_bytes_are_those_by_hand_and_of_plain_hooks(level: str, policy: str, tmp
 
 
 @pytest.mark.parametrize("level", ["O1", "bfloat16"])
-def test_flops_are_by_the_dtype_of_the_operands(level: str, tmp_path: Path) -> None:
+def test_flops_are_counted_by_the_dtype_of_the_operands(level: str, tmp_path: Path) -> None:
     dtype = "float16" if level == "O1" else level
     with prepared(load_config(written(tmp_path), (f"precision.dtype={dtype}",))) as run:
         flops = used(run).flops
-    # Forward, and backward twice; but the input needs no gradient.
+    # Once forward and twice backward, but the input needs no gradient.
     first, second = 2 * BATCH * WIDTH * HIDDEN, 2 * BATCH * HIDDEN * CLASSES
     assert flops == {dtype: 2 * first + 3 * second}
 
@@ -77,7 +77,7 @@ def test_a_pinned_module_is_counted_in_fp32(tmp_path: Path) -> None:
         use = used(run)
     assert set(use.flops) == {"float16", "float32"}
     assert use.casts == 0
-    # The ReLU's result in half, and the copy in FP32 that goes into the pinned layer.
+    # The ReLU's result in half, and its FP32 copy for the pinned layer.
     assert use.activations == activations(2) + BATCH * HIDDEN * 4
 
 
@@ -88,16 +88,16 @@ SDPA = NET.replace("self.second(torch.relu(self.first(x)))", "self.second(attend
 )
 
 
-def test_fused_attention_is_counted_as_torch_counts_that_of_a_gpu(tmp_path: Path) -> None:
+def test_fused_attention_on_the_cpu_has_the_flops_of_gpu_attention(tmp_path: Path) -> None:
     with prepared(load_config(written(tmp_path, SDPA))) as run:
         flops = used(run).flops["float16"]
     with prepared(load_config(written(tmp_path))) as run:
         without = used(run).flops["float16"]
     product = 2 * (2 * 2) * 4 * 4 * 16  # batch times heads, length, length, head's width
-    assert flops - without == 2 * product + 5 * product  # backward it computes the scores again
+    assert flops - without == 2 * product + 5 * product  # the backward pass computes the scores again
 
 
-def test_an_op_that_a_formula_does_not_know_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_whose_flop_formula_raises_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ampdbg.costs.step.FORMULAS", {torch.ops.aten.addmm: lambda *args, **kwargs: args[99]})
     with prepared(load_config(written(tmp_path))) as run:
         assert used(run).flops == {}
@@ -117,11 +117,11 @@ CHECKPOINTED = NET.replace(
     ("net", "level", "size"),
     [
         pytest.param(DISCARDED, "O1", 2, id="what belongs to no part of the graph"),
-        # The checkpoint keeps its input; its result is kept by the layer behind it.
+        # The checkpoint keeps its input; the next layer keeps its result.
         pytest.param(CHECKPOINTED, "O0", 4, id="what a checkpoint computes again"),
     ],
 )
-def test_what_autograd_does_not_keep_is_not_counted(net: str, level: str, size: int, tmp_path: Path) -> None:
+def test_tensors_that_autograd_does_not_keep_are_not_counted(net: str, level: str, size: int, tmp_path: Path) -> None:
     with prepared(load_config(written(tmp_path, net), (f"precision.level={level}",))) as run:
         assert used(run).activations == activations(size)
 
@@ -135,13 +135,13 @@ CHECKPOINTED_LAYERS = NET.replace(
 )
 
 
-def test_what_a_checkpoint_casts_again_is_no_cast_that_was_kept(tmp_path: Path) -> None:
+def test_recomputed_casts_of_a_checkpoint_are_not_kept_casts(tmp_path: Path) -> None:
     with prepared(load_config(written(tmp_path, CHECKPOINTED_LAYERS))) as run:
-        # Freed memory is used again at random: one pass alone may miss it.
+        # Freed memory is reused at random, so a single pass may miss the error.
         assert {used(run).casts for _ in range(20)} == {CAST}
 
 
-def test_all_is_undone_where_the_users_code_raises(tmp_path: Path) -> None:
+def test_an_error_in_user_code_removes_hooks_modes_and_emulation(tmp_path: Path) -> None:
     seen = list[torch.Tensor]()
     net = NET.replace("return self.second(", "h = self.first(x)\n        raise ValueError\n        return self.second(")
     with prepared(load_config(written(tmp_path, net))) as run, contextlib.suppress(UserCodeError):
@@ -158,19 +158,19 @@ def test_all_is_undone_where_the_users_code_raises(tmp_path: Path) -> None:
     assert not is_emulating()
 
 
-def test_memory_counts_once_and_that_of_parts_by_the_parts() -> None:
+def test_shared_memory_counts_once_and_composite_tensors_count_their_parts() -> None:
     dense = torch.zeros(4, 8)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (3, 5), check_invariants=True)
     assert bytes_of([dense, dense[0], dense.t(), 3, None]) == 4 * 8 * 4
     assert bytes_of([sparse]) == 2 * 8 + 2 * 5 * 4
     jagged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
-    assert bytes_of([jagged]) == 5 * 4 * 4 + 3 * 8  # and where each begins
+    assert bytes_of([jagged]) == 5 * 4 * 4 + 3 * 8  # and the offset of each row
     with FakeTensorMode():
         assert bytes_of([torch.ones(3), torch.ones(3, device="meta")]) == 0
 
 
 class Meshed(TwoTensor):
-    """As a DTensor: of its parts one is no tensor."""
+    """Like a DTensor: one of its parts is not a tensor."""
 
     mesh = object()
 
@@ -178,7 +178,7 @@ class Meshed(TwoTensor):
         return ["mesh", "a"], None
 
 
-def test_what_a_tensor_holds_beside_tensors_takes_no_memory() -> None:
+def test_a_tensor_subclass_counts_only_its_parts_that_are_tensors() -> None:
     part = torch.ones(3)
     assert bytes_of([Meshed(part, part)]) == 3 * 4
 
@@ -202,15 +202,15 @@ def timm_vit(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_o1_keeps_at_most_six_tenths_of_what_fp32_keeps_of_a_timm_vit(tmp_path: Path) -> None:
+def test_o1_keeps_at_most_60_percent_of_the_fp32_activations_of_a_timm_vit(tmp_path: Path) -> None:
     fp32, o1 = (exact(timm_vit(tmp_path), level) for level in ("O0", "O1"))
     assert 0.5 < o1.activations / fp32.activations <= 0.6
     assert o1.flops["float16"] == sum(fp32.flops.values())
 
 
-def test_what_the_example_keeps_is_exact(tmp_path: Path) -> None:
+def test_activation_and_cast_bytes_of_the_vit_example_are_exact(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     kept = {level: exact(ROOT / "configs" / "vit.yaml", level) for level in ("O0", "O1", "O2")}
-    # Attention takes a share here that autocast does not halve: the softmax in FP32, and its copy in half beside it.
+    # Autocast does not halve attention's share: it keeps the softmax in FP32 and a copy of it in half.
     assert [use.activations for use in kept.values()] == [5_206_532, 3_418_244, 2_604_036]
     assert [use.casts for use in kept.values()] == [0, 173_312, 0]

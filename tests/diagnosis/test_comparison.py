@@ -1,4 +1,4 @@
-"""What counts as worse between two runs, and what does not."""
+"""Comparisons of two runs: which changes count as worse or better."""
 
 import math
 from dataclasses import replace
@@ -38,24 +38,24 @@ def lowered(bits: float, at: int = 0) -> Record:
 @pytest.mark.parametrize(
     ("bits", "within", "is_worse"), [(0.9, 1, False), (1.1, 1, True), (1.1, 2, False), (0, 0, False)]
 )
-def test_headroom_may_be_lost_up_to_the_bits_that_are_allowed(bits: float, within: float, is_worse: bool) -> None:
+def test_lost_headroom_is_worse_only_beyond_the_allowed_bits(bits: float, within: float, is_worse: bool) -> None:
     one = compared(lowered(bits), within)
     assert one.is_worse is is_worse
     assert [tight.of for tight in one.tighter] == (["body"] if is_worse else [])
     assert not one.is_better
 
 
-def test_headroom_that_is_won_is_better() -> None:
+def test_more_headroom_is_better() -> None:
     one = compared(lowered(-3.0))
     assert (one.is_worse, one.is_better) == (False, True)
 
 
-def test_a_module_that_is_new_or_gone_lost_nothing() -> None:
+def test_a_new_or_removed_module_has_lost_no_headroom() -> None:
     assert not compared(measured(*SITES[1:])).is_worse
     assert not compared(measured(*SITES, site(3, "new", "aten.mul.Tensor", 60000.0, 9, "x * x"))).is_worse
 
 
-def test_an_overflow_that_is_new_is_worse_and_one_that_was_there_is_not() -> None:
+def test_an_overflow_that_starts_at_a_new_place_is_worse_and_a_moved_line_is_not() -> None:
     bad = measured(*SITES, site(3, "new", "aten.mul.Tensor", 90000.0, 9, "x * x", overflow="starts"))
     (began,) = compared(bad).began
     assert (began.of.module, began.then, began.now) == ("new", 0, 1)
@@ -80,7 +80,7 @@ def test_a_window_of_loss_scales_loses_bits_at_either_end(floor: float, ceiling:
     assert (one.narrower is not None) == (lost > 1.0) == one.is_worse
 
 
-def test_what_is_found_anew_is_worse_but_not_what_follows_from_it_or_is_information() -> None:
+def test_a_new_finding_is_worse_unless_it_is_an_effect_or_information() -> None:
     effect = Finding("scale-collapse", "error", 0, "backward", "falls", root=0)
     note = Finding("scale-calibration", "info", 0, "backward", "settles")
     one = compared(measured(*SITES, findings=(OVERFLOW, effect, note)))
@@ -99,6 +99,6 @@ def test_an_error_that_stops_only_the_later_run_is_worse() -> None:
     assert not compared(measured(error="no"), then=measured(error="no")).is_worse
 
 
-def test_zeros_have_no_headroom_to_lose() -> None:
+def test_a_module_that_was_all_zeros_has_lost_no_headroom() -> None:
     zeros = replace(SITES[0], abs_max=0.0, headroom_bits=math.inf)
     assert not compared(measured(*SITES), then=measured(zeros, *SITES[1:])).is_worse

@@ -1,4 +1,4 @@
-"""From a record to findings and a verdict: exact outcomes on records made by hand."""
+"""Diagnosis of records made by hand: the exact findings and verdict."""
 
 import math
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def group(index: int) -> GroupOverflow:
 
 def steps_of(pattern: str, interval: int = 10_000, hit: Sequence[int] = (0,)) -> tuple[Step, ...]:
     """Steps from a string: ``.`` healthy, ``x`` skipped with a finite loss, ``N`` skipped with a NaN loss,
-    ``I`` an infinite loss and no skip; the scale moves as GradScaler moves it."""
+    ``I`` an infinite loss without a skip. The scale moves as under GradScaler."""
     made, scale, healthy = [], 65536.0, 0
     for index, mark in enumerate(pattern):
         skipped = mark in "xN"
@@ -74,12 +74,12 @@ FP32 = Replay("float32", 1.0, 1.0, 1.0)
 
 
 def low(**changes: Any) -> Replay:
-    """A replay in half at the first loss scale, with a finite loss and gradients that are not."""
+    """A replay in half at the first loss scale, with a finite loss and non-finite gradients."""
     return replace(Replay("float16", 65536.0, 1.0, math.inf, gradients=("head.weight",)), **changes)
 
 
 def cured(at: Replay, scale: float, **changes: Any) -> Replay:
-    """The same at a lower loss scale, where all of it is finite."""
+    """The same replay at a lower loss scale, at which everything is finite."""
     return replace(at, scale=scale, producers=(), grad_norm=1.0, gradients=(), **changes)
 
 
@@ -96,7 +96,7 @@ def codes(record: Record) -> list[tuple[str, str, int | None]]:
     return [(finding.code, finding.phase, finding.root) for finding in record.findings]
 
 
-def test_what_nothing_explains_is_not_called_normal_and_does_no_harm() -> None:
+def test_a_skip_without_an_explanation_is_healthy_but_not_called_normal() -> None:
     for pattern, is_normal in (("xx" + "." * 50, True), ("xx" + "." * 50 + "x" + "." * 50, False)):
         record = diagnosed(pattern)
         (found,) = record.findings
@@ -113,7 +113,7 @@ def of_nan_alone(step: Step) -> Step:
     return replace(step, groups=(GroupOverflow(0, GROUPS[0], counts),))
 
 
-def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_early() -> None:
+def test_a_skip_with_nan_but_no_inf_at_the_start_or_after_a_taken_step_is_not_called_normal() -> None:
     steps = steps_of("xx....xx.....")
     of_nan = [[of_nan_alone(step) if step.step == at else step for step in steps] for at in (0, 1, 6, 7)]
     for made, told in zip((steps, *of_nan), (None, [0], None, [6], None), strict=True):
@@ -142,13 +142,13 @@ def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_ea
         "xxx.",
     ],
 )
-def test_skips_that_are_calibration_are_healthy(pattern: str) -> None:
+def test_skips_that_settle_the_scale_and_rare_later_skips_are_healthy(pattern: str) -> None:
     record = diagnosed(pattern)
     assert record.verdict == "healthy"
     assert codes(record) == ([("scale-calibration", "backward", None)] if "x" in pattern else [])
 
 
-def test_a_run_that_took_no_step_is_not_shown_to_be_healthy() -> None:
+def test_a_run_without_a_taken_step_is_inconclusive() -> None:
     record = diagnosed("xxx")
     assert (record.verdict, codes(record)) == ("inconclusive", [("scale-calibration", "backward", None)])
     assert "not settled yet" in record.findings[0].message
@@ -176,12 +176,12 @@ ADVICE = "none is needed; GradScaler(init_scale={}) saves the skipped steps"
         (".x.", 10_000, 32768.0, ADVICE.format(32768)),
         (".x..x", 10_000, None, ""),  # 32,768 worked, and was skipped later
         (".x..x.", 10_000, 16384.0, ADVICE.format(16384)),
-        ("." * 30 + "x" + "." * 5, 30, 65536.0, "none is needed"),  # what it began with
+        ("." * 30 + "x" + "." * 5, 30, 65536.0, "none is needed"),  # the initial scale
         ("." * 30 + "x", 30, 65536.0, "none is needed"),
-        ("x" + "." * 30, 10, 131072.0, "none is needed"),  # where it has grown to would be skipped at the start
+        ("x" + "." * 30, 10, 131072.0, "none is needed"),  # the grown scale would be skipped at the start
     ],
 )
-def test_a_scale_has_settled_where_a_step_was_taken_and_none_skipped_since(
+def test_a_scale_settles_at_a_taken_step_without_a_later_skip_at_or_below_it(
     pattern: str, interval: int, at: float | None, remedy: str
 ) -> None:
     record = diagnose(record_of(steps_of(pattern, interval)))
@@ -193,7 +193,7 @@ def test_a_scale_has_settled_where_a_step_was_taken_and_none_skipped_since(
 
 
 def of_optimizers(steps: Sequence[Step], optimizers: str) -> list[Step]:
-    """The steps, each of the optimizer of this number."""
+    """The steps, each assigned to the optimizer of the given digit."""
     return [
         replace(step, optimizer=int(mark), others=step.step - optimizers[: step.step].count(mark))
         for step, mark in zip(steps, optimizers, strict=True)
@@ -201,7 +201,7 @@ def of_optimizers(steps: Sequence[Step], optimizers: str) -> list[Step]:
 
 
 @pytest.mark.parametrize(("other", "scale"), [(0, 1.0), (2, 1024.0)])
-def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(other: int, scale: float) -> None:
+def test_steps_with_another_or_no_scaler_do_not_affect_where_a_scale_settles(other: int, scale: float) -> None:
     scaled = [replace(step, scaler=1) for step in steps_of("x..")]
     steps = steps_of("." * 5)
     apart = [replace(one, step=one.step + 3, scale=scale, scaler=other, optimizer=1, others=3) for one in steps]
@@ -210,7 +210,7 @@ def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(
     assert finding.remedy == ADVICE.format(32768)
 
 
-def test_each_optimizer_has_a_loss_scale_and_losses_of_its_own() -> None:
+def test_each_optimizer_has_its_own_timeline_and_scale_findings() -> None:
     steps = of_optimizers(steps_of("x.x." + ".x" * 10 + "...."), "01" * 14)
     assert [len(one.steps) for one in record_of(steps).timelines] == [14, 14]
     record = diagnosed(steps)
@@ -221,7 +221,7 @@ def test_each_optimizer_has_a_loss_scale_and_losses_of_its_own() -> None:
     ]
 
 
-def test_losses_of_two_optimizers_are_no_one_curve_that_rises() -> None:
+def test_losses_of_two_optimizers_are_not_joined_into_a_rising_curve() -> None:
     losses = [1.0 + 0.01 * number for number in range(8)]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("." * 12), [*losses, *[900.0] * 4], strict=True)]
     assert [note for note in diagnosed(steps).unseen.notes if "rose" in note]
@@ -229,7 +229,7 @@ def test_losses_of_two_optimizers_are_no_one_curve_that_rises() -> None:
     assert not [note for note in diagnosed(apart).unseen.notes if "rose" in note]
 
 
-def test_a_scale_falls_to_where_its_own_scaler_ends() -> None:
+def test_a_scale_collapse_ends_at_the_last_scale_of_its_own_scaler() -> None:
     falling = [replace(step, scaler=1) for step in steps_of("." * 30 + "x" * 10)]
     apart = [replace(step, step=step.step + 40, scale=1.0, optimizer=1, others=40) for step in steps_of("." * 5)]
     for steps in (falling, (*falling, *apart)):
@@ -249,12 +249,12 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
     ("pattern", "interval", "tries"),
     [
         (".x" * 20, 1, 20),
-        ("xxxx" + ".x" * 20, 1, 20),  # it comes down first
-        (".x.xx." * 8 + ".", 1, 16),  # the edge moves with the batch
+        ("xxxx" + ".x" * 20, 1, 20),  # the scale settles first
+        (".x.xx." * 8 + ".", 1, 16),  # the limit moves with the batch
         ("..x" * 20, 2, 20),
     ],
 )
-def test_a_scale_that_grows_after_every_few_steps_costs_many(pattern: str, interval: int, tries: int) -> None:
+def test_a_scale_that_grows_every_few_steps_and_skips_often_oscillates(pattern: str, interval: int, tries: int) -> None:
     record = diagnose(record_of(steps_of(pattern, interval)))
     [finding] = record.findings
     assert (finding.code, finding.severity, record.verdict) == ("scale-oscillation", "warning", "other")
@@ -263,13 +263,13 @@ def test_a_scale_that_grows_after_every_few_steps_costs_many(pattern: str, inter
     assert headline(record).sentence.startswith("The loss scale grows too often: ")
 
 
-def test_a_scaler_that_is_made_anew_again_and_again_and_takes_no_step_is_not_said_to_grow() -> None:
+def test_alternating_scales_without_a_taken_step_are_not_an_oscillation() -> None:
     steps = [replace(step, scale=65536.0 if step.step % 2 else 131072.0) for step in steps_of("x" * 30)]
     assert "scale-oscillation" not in [finding.code for finding in diagnosed(steps).findings]
 
 
 def scalers_of(*patterns: str, loss: float = 1.0) -> list[Step]:
-    """The steps of scalers that follow one another, from a string each."""
+    """The steps of successive scalers, from one string each."""
     steps: list[Step] = []
     for scaler, pattern in enumerate(patterns, start=1):
         made = [replace(step, step=len(steps) + step.step, scaler=scaler, loss=loss) for step in steps_of(pattern)]
@@ -286,7 +286,7 @@ def scalers_of(*patterns: str, loss: float = 1.0) -> list[Step]:
         (["x"] * 20, "error", 19, "every step; 19 of 20 steps were skipped"),
     ],
 )
-def test_a_scaler_that_is_made_anew_costs_the_steps_until_it_has_settled(
+def test_new_scalers_that_each_skip_until_they_settle_are_a_scale_restart(
     patterns: list[str], severity: str, skipped: int, says: str
 ) -> None:
     record = diagnose(record_of(scalers_of(*patterns)))
@@ -303,16 +303,16 @@ def test_a_scaler_that_is_made_anew_costs_the_steps_until_it_has_settled(
     [
         scalers_of("xx" + "." * 40, "xx" + "." * 40, "x" + "." * 40),
         [replace(step, succeeds=0) for step in scalers_of(*["xxxx" + "." * 8] * 5)],  # the folds of a cross-validation
-        scalers_of("xxxxxxxxxx" + "." * 30, "." * 30),  # the first alone has to settle
-        [replace(step, scaler=1 + step.step % 2) for step in steps_of("x" * 12 + "." * 28)],  # two that take turns
+        scalers_of("xxxxxxxxxx" + "." * 30, "." * 30),  # only the first has to settle
+        [replace(step, scaler=1 + step.step % 2) for step in steps_of("x" * 12 + "." * 28)],  # two alternating scalers
     ],
 )
-def test_scalers_that_cost_hardly_a_step_or_take_turns_are_healthy(steps: list[Step]) -> None:
+def test_few_skips_of_later_scalers_folds_and_alternating_scalers_are_healthy(steps: list[Step]) -> None:
     assert diagnosed(steps).verdict == "healthy"
 
 
-def test_of_gradients_that_no_scale_makes_finite_an_op_is_blamed_that_has_reached_them() -> None:
-    """A matcher computes without gradients: its inf may change which boxes are matched, and makes no gradient inf."""
+def test_gradients_infinite_at_every_scale_blame_an_op_that_reaches_gradients() -> None:
+    """A matcher computes without gradients: its inf may change the matched boxes, but makes no gradient inf."""
     matcher = replace(OVERFLOWS, phase="forward", module="matcher", fp32_largest=9e4)
     layer = replace(OVERFLOWS, module="layer", fp32_largest=2e5, reaches_gradients=True)
     for producers, blamed in (((matcher, layer), ("layer", "gradient-overflow")), ((matcher,), ("matcher", None))):
@@ -323,19 +323,19 @@ def test_of_gradients_that_no_scale_makes_finite_an_op_is_blamed_that_has_reache
         assert (found.module, found.code) == (blamed[0], blamed[1] or "forward-overflow")
 
 
-def test_losses_that_are_not_finite_are_no_matter_of_a_new_scaler() -> None:
+def test_nonfinite_losses_are_not_a_scale_restart() -> None:
     record = diagnose(record_of(scalers_of(*["NNN"] * 10, loss=math.nan)))
     assert "scale-restart" not in [finding.code for finding in record.findings]
 
 
-def test_a_long_run_that_leaves_healthy_steps_out_tells_the_interval_all_the_same() -> None:
+def test_the_growth_interval_is_correct_if_a_long_run_omits_healthy_steps() -> None:
     steps = steps_of("...x" * 30, 3)
     kept = [step for step in steps if step.skipped or step.step < 20 or step.step % 4 != 1]
     [finding] = diagnosed(kept).findings
     assert (finding.code, finding.evidence["growth_interval"]) == ("scale-oscillation", 3)
 
 
-def test_a_scale_that_grows_often_and_falls_all_the_same_is_no_matter_of_its_interval() -> None:
+def test_a_scale_that_grows_often_but_falls_is_a_collapse_and_not_an_oscillation() -> None:
     record = diagnose(record_of(steps_of(".x" * 5 + ".xxx" * 15, 1)))
     assert [code for code, *_ in codes(record)] == ["unknown", "scale-collapse"]
 
@@ -350,26 +350,26 @@ def test_a_scale_that_grows_often_and_falls_all_the_same_is_no_matter_of_its_int
         "." * 25 + "x" * 17,
     ],
 )
-def test_a_scale_that_keeps_falling_is_no_calibration(pattern: str) -> None:
+def test_a_scale_that_keeps_falling_is_a_collapse_and_not_calibration(pattern: str) -> None:
     record = diagnosed(pattern)
     assert record.verdict == "inconclusive"
     assert codes(record) == [("unknown", "backward", None), ("scale-collapse", "backward", 0)]
 
 
-def test_skips_that_go_on_between_steps_that_work_are_not_called_normal_where_nothing_was_run_again() -> None:
+def test_frequent_skips_up_to_the_end_are_not_called_normal_without_a_replay() -> None:
     untold = diagnosed("xx..x...xx..x..")
     [finding] = untold.findings
     assert (finding.code, untold.verdict, finding.remedy) == ("scale-calibration", "inconclusive", "")
     assert "normal" not in finding.message + headline(untold).sentence
     assert finding.message.endswith(". No replay compared steps 4, 8, 9 and 1 more with FP32")
-    # A run that has long gone on without any says by itself what they were, and so does a replay.
+    # Many later steps without a skip explain the skips, and so does a replay.
     assert diagnosed("xx..x...xx..x.." + "." * 30).verdict == "healthy"
     first = low(scale=16384.0, gradients=())
     made = of_gradients(4, first, FP32, cured(first, 4096.0), reproduced=1)
     assert diagnosed(untold.steps, made).verdict == "healthy"
 
 
-def test_a_static_scale_is_named_also_where_no_op_is_found() -> None:
+def test_a_static_scale_that_is_too_large_is_reported_without_an_op() -> None:
     made = of_gradients(0, low(), FP32, cured(low(), 16384.0))
     static = {"precision": {"level": "O1", "loss_scale": 65536.0}}
     steps = [replace(step, scale=65536.0) for step in steps_of("x" * 8)]
@@ -378,7 +378,7 @@ def test_a_static_scale_is_named_also_where_no_op_is_found() -> None:
     assert finding.message.startswith("the static loss scale 65,536 is too large for the gradients of this step: ")
 
 
-def test_the_step_that_hits_the_fewest_groups_names_the_place() -> None:
+def test_the_skipped_step_with_the_fewest_groups_names_the_module() -> None:
     steps = list(steps_of("." * 30 + "xxxxxx", hit=(0, 1, 2)))
     steps[33] = replace(steps[33], groups=(group(0), group(1)))
     root = diagnosed(steps).findings[0]
@@ -387,15 +387,13 @@ def test_the_step_that_hits_the_fewest_groups_names_the_place() -> None:
     assert root.evidence["groups"] == list(GROUPS[:2])
 
 
-def test_a_static_scale_does_not_fall() -> None:
+def test_a_static_scale_is_not_a_scale_collapse() -> None:
     steps = [replace(step, scale=1024.0) for step in steps_of("x" * 10)]
     assert codes(diagnosed(steps)) == [("unknown", "backward", None)]
 
 
 @pytest.mark.parametrize(("before", "first"), [("...", 3), ("..x...", 6)])
-def test_a_nonfinite_loss_is_the_root_of_the_falling_scale_and_no_skip_while_the_scale_settled(
-    before: str, first: int
-) -> None:
+def test_the_first_nonfinite_loss_is_the_root_of_a_falling_scale(before: str, first: int) -> None:
     record = diagnosed(before + "N" * 12)
     assert codes(record) == [("unknown", "forward", None), ("scale-collapse", "backward", 0)]
     assert record.findings[0].step == first
@@ -405,7 +403,7 @@ def test_a_nonfinite_loss_is_the_root_of_the_falling_scale_and_no_skip_while_the
 @pytest.mark.parametrize(
     ("mark", "found"), [("N", ["unknown", "scale-collapse"]), ("x", ["gradient-overflow", "scale-runaway"])]
 )
-def test_a_scale_that_lost_losses_have_brought_down_blames_no_gradient_that_a_lower_one_cured(
+def test_a_scale_lowered_by_nan_losses_does_not_blame_a_gradient_that_a_lower_scale_cures(
     mark: str, found: list[str]
 ) -> None:
     first = low(producers=(OVERFLOWS,))
@@ -418,7 +416,7 @@ def test_a_scale_that_lost_losses_have_brought_down_blames_no_gradient_that_a_lo
 @pytest.mark.parametrize(
     ("factor", "code"), [(2.0, "gradient-growth"), (8.0, "gradient-growth"), (32.0, "gradient-overflow")]
 )
-def test_a_scale_follows_gradients_where_three_skips_at_most_would_do_for_a_step(factor: float, code: str) -> None:
+def test_skips_are_gradient_growth_if_three_halvings_of_the_scale_cure_the_step(factor: float, code: str) -> None:
     first = low(producers=(OVERFLOWS,))
     made = of_gradients(30, first, FP32, cured(first, 65536.0 / factor), reproduced=1)
     record = diagnosed("." * 30 + 3 * ("x" + "." * 20), made)
@@ -426,7 +424,7 @@ def test_a_scale_follows_gradients_where_three_skips_at_most_would_do_for_a_step
     assert (record.verdict == "healthy") == (code == "gradient-growth")
 
 
-def test_an_infinite_loss_without_a_skipped_step_is_found_and_the_same_in_fp32_is_none_of_precisions() -> None:
+def test_infinite_losses_without_skips_are_found_and_have_verdict_other_at_o0() -> None:
     record = diagnosed("I" * 10)
     assert codes(record) == [("unknown", "forward", None)]
     assert record.findings[0].evidence["steps_not_skipped"] == 10
@@ -434,7 +432,7 @@ def test_an_infinite_loss_without_a_skipped_step_is_found_and_the_same_in_fp32_i
 
 
 def with_tensor(pattern: str, step: int, *tensor: object) -> tuple[Step, ...]:
-    """Steps as of ``steps_of``, one of which has a tensor that is not finite."""
+    """Steps as from ``steps_of``, one of which has a non-finite tensor."""
     steps = list(steps_of(pattern))
     steps[step] = replace(steps[step], nonfinite=(TensorCounts(*tensor),))  # type: ignore[arg-type]
     return tuple(steps)
@@ -443,7 +441,7 @@ def with_tensor(pattern: str, step: int, *tensor: object) -> tuple[Step, ...]:
 BAD_BATCH = ("batch", "[0]", 0, 2, 64, (5, 1))
 
 
-def test_bad_data_comes_before_what_follows_from_it() -> None:
+def test_a_nonfinite_batch_explains_the_nan_loss_of_its_step() -> None:
     record = diagnosed(with_tensor("....N....", 4, *BAD_BATCH))
     assert record.verdict == "other"
     assert codes(record) == [("data-nonfinite", "data", None)]
@@ -451,9 +449,7 @@ def test_bad_data_comes_before_what_follows_from_it() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "verdict"), [("float16", "inconclusive"), ("bfloat16", "other"), ("", "other")])
-def test_what_is_not_finite_in_a_float16_tensor_of_a_batch_may_have_overflowed_as_it_was_made(
-    dtype: str, verdict: str
-) -> None:
+def test_nonfinite_values_in_a_float16_batch_tensor_are_inconclusive(dtype: str, verdict: str) -> None:
     record = diagnosed(with_tensor("....N....", 4, *BAD_BATCH, "before", False, dtype))
     assert record.verdict == verdict
     is_known = verdict == "other"
@@ -462,43 +458,45 @@ def test_what_is_not_finite_in_a_float16_tensor_of_a_batch_may_have_overflowed_a
 
 
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
-def test_of_a_script_the_batches_of_later_lost_steps_are_not_known(script: ScriptRun | None) -> None:
+def test_nan_losses_after_a_bad_batch_are_a_separate_finding_only_without_a_script(script: ScriptRun | None) -> None:
     found = [code for code, _, _ in codes(diagnosed(with_tensor("..NNN", 2, *BAD_BATCH), script=script))]
     assert found[:1] == ["data-nonfinite"]
     assert ("unknown" in found) == (script is None)
 
 
 @pytest.mark.parametrize(("code", "told"), [("misuse-no-scaler", ""), ("misuse-clip-scaled", ", at 5 calls")])
-def test_how_often_is_told_where_it_is_known(code: str, told: str) -> None:
+def test_only_a_misuse_with_counted_calls_states_their_number(code: str, told: str) -> None:
     (found,) = diagnose(record_of(steps_of("....."), misuses=(Misuse(code, 0, 5),))).findings
     assert found.message.endswith(told)
     assert ("at 5 calls" in found.message) == bool(told)
 
 
-def test_weights_that_were_bad_before_a_step_are_the_root() -> None:
+def test_nonfinite_weights_before_a_step_are_the_root_finding() -> None:
     record = diagnosed(with_tensor("N" * 6, 0, "parameter", "head.weight", 1, 0, 4, (0,)))
     assert record.verdict == "other"
     assert [code for code, _, _ in codes(record)] == ["weights-nonfinite", "scale-collapse"]
     assert record.findings[0].parameter == "head.weight"
 
 
-def test_weights_that_an_unskipped_step_spoilt_are_not_called_bad_before_it() -> None:
+def test_weights_that_an_unskipped_step_corrupts_are_not_blamed_for_that_step() -> None:
     record = diagnosed(with_tensor("..I", 2, "parameter", "head.weight", 1, 0, 4, (0,), "after"))
     assert codes(record) == [("unknown", "forward", None)]
 
 
-def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
+def test_a_poisoned_buffer_is_found_although_every_loss_is_finite() -> None:
     record = diagnosed(with_tensor(".....", 4, "buffer", "bn.running_var", 1, 0, 4, (0,), "after"))
     assert codes(record) == [("buffer-poisoned", "forward", None)]
     assert record.findings[0].module == "bn"
-    # No healthy step is looked at before the end: which one has written it is not known.
+    # Healthy steps are not inspected before the end, so the step that wrote it is unknown.
     assert "after step 4, whose own loss is finite; an overflow, inf" in record.findings[0].message
     assert headline(record).sentence.startswith("A buffer is non-finite in bn after step 4")
 
 
 @pytest.mark.parametrize(("pattern", "step"), [(".....", 4), ("..x..", 2)])
 @pytest.mark.parametrize(("inf", "nan"), [(1, 0), (0, 1)])
-def test_a_buffer_that_no_lost_loss_explains_may_be_meant(pattern: str, step: int, inf: int, nan: int) -> None:
+def test_a_nonfinite_custom_buffer_without_a_nonfinite_loss_is_information(
+    pattern: str, step: int, inf: int, nan: int
+) -> None:
     record = diagnosed(with_tensor(pattern, step, "buffer", "net.best", inf, nan, 1, (), "after"))
     found = record.findings[0]
     assert (record.verdict, found.code, found.severity, found.remedy) == ("healthy", "buffer-poisoned", "info", "")
@@ -509,7 +507,7 @@ def test_a_buffer_that_no_lost_loss_explains_may_be_meant(pattern: str, step: in
     assert headline(record).sentence == f"Healthy: {skips}; a buffer in net holds inf or NaN, which no loss shows."
 
 
-def test_a_buffer_of_a_lost_step_or_beside_an_op_that_overflows_is_poisoned() -> None:
+def test_a_nonfinite_buffer_is_an_error_after_a_nan_loss_or_an_overflowing_op() -> None:
     tensor = ("buffer", "net.best", 1, 0, 1, (), "after")
     lost = diagnosed(with_tensor("..N..", 2, *tensor))
     (poisoned,) = [finding for finding in lost.findings if finding.code == "buffer-poisoned"]
@@ -521,16 +519,18 @@ def test_a_buffer_of_a_lost_step_or_beside_an_op_that_overflows_is_poisoned() ->
 
 @pytest.mark.parametrize("tensor", [("buffer", "mask", 6, 0, 16), ("parameter", "mask", 6, 0, 16, (), "before", True)])
 @pytest.mark.parametrize("pattern", ["....", "xx.."])
-def test_a_mask_is_no_bad_weight_where_a_step_is_healthy(tensor: tuple[object, ...], pattern: str) -> None:
+def test_an_infinite_mask_is_not_reported_if_a_step_is_healthy(tensor: tuple[object, ...], pattern: str) -> None:
     record = diagnosed(with_tensor(pattern, 0, *tensor))
     assert record.verdict == "healthy"
     assert [finding.code for finding in record.findings] == ["scale-calibration"] * ("x" in pattern)
     lost = diagnosed(with_tensor("N" * 8, 0, *tensor))
-    assert lost.findings[0].code == "weights-nonfinite"  # nothing says that it is meant
+    assert lost.findings[0].code == "weights-nonfinite"  # no evidence that it is intended
 
 
 @pytest.mark.parametrize(("inf", "nan", "frozen"), [(1, 0, False), (0, 1, True)])
-def test_inf_in_what_trains_and_nan_in_what_is_frozen_are_warned_of(inf: int, nan: int, frozen: bool) -> None:
+def test_inf_in_a_trained_parameter_and_nan_in_a_frozen_parameter_are_warnings(
+    inf: int, nan: int, frozen: bool
+) -> None:
     record = diagnosed(with_tensor("....", 0, "parameter", "head.weight", inf, nan, 4, (), "before", frozen))
     assert [(found.code, found.severity) for found in record.findings] == [("weights-nonfinite", "warning")]
 
@@ -543,7 +543,7 @@ def overflowing(step: int) -> Investigation:
 @pytest.mark.parametrize(
     "code", ["misuse-clip-scaled", "misuse-no-update", "misuse-bare-step", "misuse-gradient-penalty"]
 )
-def test_an_overflow_follows_only_from_misuses_that_reach_it(code: str) -> None:
+def test_an_overflow_follows_only_from_misuses_that_can_cause_it(code: str) -> None:
     record = record_of(steps_of("..N."), investigations=(overflowing(2),), misuses=(Misuse(code, 0),))
     found = [(finding.code, finding.root) for finding in diagnose(record).findings]
     if code in ("misuse-clip-scaled", "misuse-no-update"):
@@ -553,7 +553,7 @@ def test_an_overflow_follows_only_from_misuses_that_reach_it(code: str) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [1, 2, 5])
-def test_an_overflow_does_not_follow_from_weights_that_it_spoils_later(spoilt: int) -> None:
+def test_an_overflow_does_not_follow_from_weights_that_turn_nonfinite_later(spoilt: int) -> None:
     steps = with_tensor("..NNNNNN", spoilt, "parameter", "head.weight", 0, 1, 4, (0,))
     record = diagnosed(steps, overflowing(2))
     found = [(finding.code, finding.root) for finding in record.findings]
@@ -565,12 +565,12 @@ def test_an_overflow_does_not_follow_from_weights_that_it_spoils_later(spoilt: i
 
 
 @pytest.mark.parametrize("pattern", ["..N.", "..x."])
-def test_what_no_replay_has_shown_waits_for_the_repair_of_the_calls(pattern: str) -> None:
+def test_a_misuse_comes_first_if_no_replay_shows_a_cause(pattern: str) -> None:
     record = diagnose(record_of(steps_of(pattern), misuses=(Misuse("misuse-clip-scaled", 0),)))
     assert (record.findings[0].code, record.verdict) == ("misuse-clip-scaled", "other")
 
 
-def test_two_misuses_stay_together_behind_an_overflow() -> None:
+def test_two_misuses_are_listed_together_after_an_overflow() -> None:
     both = (Misuse("misuse-clip-scaled", 0), Misuse("misuse-no-update", 0))
     record = diagnose(record_of(steps_of("..Nxxxxxxx"), investigations=(overflowing(2),), misuses=both))
     found = [(finding.code, finding.root) for finding in record.findings]
@@ -579,7 +579,7 @@ def test_two_misuses_stay_together_behind_an_overflow() -> None:
 
 
 @pytest.mark.parametrize("code", ["mask-constant", "misuse-bce", "misuse-half-parameters"])
-def test_an_error_that_autocast_causes_is_a_finding(code: str) -> None:
+def test_an_autocast_error_is_a_finding_with_its_source_and_first_line(code: str) -> None:
     source = Source("model.py", 3, "forward", "x.masked_fill(mask, -1e9)")
     record = diagnose(record_of((), autocast_error=AutocastError(code, 0, "value cannot\nbe converted", source)))
     assert record.verdict == "other"
@@ -587,7 +587,7 @@ def test_an_error_that_autocast_causes_is_a_finding(code: str) -> None:
     assert (finding.code, finding.source, finding.message) == (code, source, "value cannot")
 
 
-def test_a_last_step_that_is_skipped_hides_nothing() -> None:
+def test_an_overflow_in_a_skipped_last_step_is_not_a_silent_overflow() -> None:
     made = Investigation(2, "end", low(producers=(OVERFLOWS,), lost_energy=0.0), FP32)
     assert codes(diagnosed("..x", made)) == [("scale-calibration", "backward", None)]
 
@@ -605,7 +605,7 @@ FLOOR = replace(FP32, rounded=True, gradient_distance=0.01)
         (0.9, True, FLOOR, ("precision-loss", "error")),
     ],
 )
-def test_an_overflow_of_which_no_gradient_has_anything_is_harmless_and_hides_no_lost_precision(
+def test_an_erased_overflow_is_information_and_does_not_hide_precision_loss(
     distance: float, is_erased: bool, floor: Replay | None, found: tuple[str, str]
 ) -> None:
     producer = replace(OVERFLOWS, is_erased=is_erased)
@@ -615,7 +615,7 @@ def test_an_overflow_of_which_no_gradient_has_anything_is_harmless_and_hides_no_
 
 
 @pytest.mark.parametrize("is_erased", [False, True])
-def test_what_no_gradient_has_anything_of_is_not_why_others_are_infinite(is_erased: bool) -> None:
+def test_an_erased_overflow_is_not_the_cause_of_infinite_gradients(is_erased: bool) -> None:
     first = replace(OVERFLOWS, is_erased=is_erased)
     last = replace(OVERFLOWS, module="body", parameter="body.weight")
     made = Investigation(2, "gradients", low(gradients=("body.weight",), producers=(first, last)), FP32)
@@ -636,7 +636,7 @@ def test_what_no_gradient_has_anything_of_is_not_why_others_are_infinite(is_eras
         ({"inf": 3, "input_largest": 1e20}, "exceed FP32's range", "bring these values down"),
     ],
 )
-def test_what_only_fp64_holds_is_beyond_fp32s_range_or_its_rounding(
+def test_a_step_that_is_finite_only_in_fp64_names_fp32s_range_or_rounding(
     changes: dict[str, Any], says: str, remedy: str
 ) -> None:
     begins = Producer("forward", "head", 0, "aten.exp.default", None, "float32", 114.0, 1.0, 0, 0, 4)
@@ -649,7 +649,7 @@ def test_what_only_fp64_holds_is_beyond_fp32s_range_or_its_rounding(
     assert remedy in found.remedy
 
 
-def test_no_steps_and_no_error_is_no_finding() -> None:
+def test_a_record_without_steps_or_errors_has_no_findings() -> None:
     assert diagnosed(()).findings == ()
 
 
@@ -667,22 +667,22 @@ def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("steps", "begins"), [("N" * 26, 0), ("xx" + "." * 40 + "N" * 20, 42)])
-def test_a_scale_falls_from_the_first_step_of_the_row_that_it_falls_in(steps: str, begins: int) -> None:
+def test_a_scale_collapse_begins_at_the_first_of_its_consecutive_skips(steps: str, begins: int) -> None:
     (collapse,) = (found for found in diagnosed(steps).findings if found.code == "scale-collapse")
     assert collapse.step == begins
 
 
-def test_of_a_step_that_was_withheld_no_op_of_another_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overflow_in_a_later_step_does_not_follow_from_a_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
     withheld = Finding("gradient-overflow", "error", 2, "backward", "it fails", op="mul")
     silent = Finding("silent-overflow", "error", 4, "forward", "it fails", op="exp")
     in_it, falls = replace(silent, step=2), Finding("scale-collapse", "error", 4, "backward", "it falls")
     family = diagnosis.Family("any", lambda record: iter((withheld, silent, in_it, falls)))
     monkeypatch.setattr(diagnosis, "ORDER_OF_DECISION", [family])
     assert [finding.root for finding in diagnosed("..x..").findings] == [None, None, 0, 0]
-    assert [finding.root for finding in diagnosed(".....").findings] == [None, 0, 0, 0]  # its weights were written
+    assert [finding.root for finding in diagnosed(".....").findings] == [None, 0, 0, 0]  # step 2 updated the weights
 
 
-def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
+def test_a_divergence_is_reported_once_at_the_first_step_that_shows_it() -> None:
     steps = [
         replace(step, loss=loss)
         for step, loss in zip(steps_of("....x.I"), [2, 3, 2, 3, 900, 800, math.inf], strict=True)
@@ -698,16 +698,16 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
         assert record.verdict == "other"
 
 
-def test_a_loss_that_was_zero_before_its_part_of_the_model_trains_has_not_risen() -> None:
+def test_losses_of_zero_at_first_do_not_make_later_losses_a_rise() -> None:
     def noted(*losses: float) -> tuple[str, ...]:
         steps = [replace(step, loss=loss) for step, loss in zip(steps_of("." * len(losses)), losses, strict=True)]
         return diagnosed(steps).unseen.notes
 
-    assert noted(*[0.0] * 10, 1.4, 1.5, 1.4, 1.5) == ()  # a discriminator that begins late
+    assert noted(*[0.0] * 10, 1.4, 1.5, 1.4, 1.5) == ()  # a discriminator that starts late
     assert ["from 1.5 to 2,000" in note for note in noted(*[0.0] * 10, 1.4, 1.5, 1e3, 2e3)] == [True]
 
 
-def test_a_loss_that_is_summed_over_ever_more_passes_has_not_risen() -> None:
+def test_a_loss_summed_over_more_and_more_passes_has_not_risen() -> None:
     def noted(*of_a_pass: float) -> tuple[str, ...]:
         passes = [1, 1, 2, 4, 8, 16, 16, 16]
         summed = zip(steps_of("........"), of_a_pass, passes, strict=True)
@@ -718,14 +718,14 @@ def test_a_loss_that_is_summed_over_ever_more_passes_has_not_risen() -> None:
 
 
 @pytest.mark.parametrize(("later", "verdict"), [(5e3, "inconclusive"), (5e2, "healthy")])
-def test_a_run_whose_loss_has_left_its_first_one_for_good_is_not_called_healthy(later: float, verdict: str) -> None:
+def test_a_run_whose_loss_stays_a_thousandfold_above_the_first_is_inconclusive(later: float, verdict: str) -> None:
     steps = [replace(step, loss=later if step.step else 2.0) for step in steps_of("." * 20)]
     record = diagnosed(steps)
     assert (record.verdict, record.findings) == (verdict, ())
     assert any("stays there" in note for note in record.unseen.notes) == (verdict == "inconclusive")
 
 
-def test_a_run_whose_loss_was_zero_at_first_diverges_from_where_it_was_none() -> None:
+def test_losses_of_zero_at_first_do_not_make_later_losses_a_divergence() -> None:
     def found(*losses: float) -> tuple[str, str]:
         steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x"), losses, strict=True)]
         replays = low(scale=1.0, loss=math.inf), replace(FP32, loss=math.inf, gradients=("weight",))
@@ -737,7 +737,7 @@ def test_a_run_whose_loss_was_zero_at_first_diverges_from_where_it_was_none() ->
 
 
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
-def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: ScriptRun | None) -> None:
+def test_a_divergence_of_the_initial_weights_does_not_claim_that_the_loss_rose(script: ScriptRun | None) -> None:
     losses = [1.349, 1.744, 1.999, 2.1, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("xxx.N"), losses, strict=True)]
     gradients, fp32 = low(scale=1.0, loss=1.999), replace(FP32, loss=1.999)
@@ -752,7 +752,7 @@ def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: Script
 
 
 def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: Any) -> Investigation:
-    """A step whose batch, or with no leaf another value, is too large for half."""
+    """A step whose batch is too large for half; without a leaf, another value is."""
     op = "aten._to_copy.default"
     cast = Producer("forward", "", 0, op, None, "float16", largest, 9.0, 1, 0, 4, fp32_largest=largest, leaf=leaf)
     lost = low(loss=math.nan, grad_norm=math.nan, gradients=(), producers=(cast,))
@@ -760,11 +760,11 @@ def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: A
     return replace(Investigation(step, "loss", lost, FP32, batch_largest=size), **fields)
 
 
-def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None:
+def test_a_batch_out_of_range_is_reported_at_its_own_step_after_a_skip() -> None:
     record = record_of(steps_of("..xN."), investigations=(beyond_half(3, "[0]"),), script=ScriptRun("train.py"))
     assert [(one.code, one.step) for one in diagnose(record).findings[:1]] == [("data-range", 3)]
     other = replace(record, investigations=(overflowing(3),))
-    # A step with a finite loss before it failed in another way: only a loss that is not finite is one of a row of them.
+    # The step before has a finite loss, so it failed in another way: only non-finite losses continue a sequence.
     assert [(one.code, one.step) for one in diagnose(other).findings[:1]] == [("forward-overflow", 3)]
     other = replace(other, steps=steps_of("..NN."))
     assert [(one.code, one.step) for one in diagnose(other).findings[:1]] == [("forward-overflow", 2)]
@@ -773,16 +773,16 @@ def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None
 @pytest.mark.parametrize(
     ("pattern", "replayed", "optimizers", "first"),
     [
-        ("N.N.N.N", 4, "0101010", 0),  # critic and actor take turns
+        ("N.N.N.N", 4, "0101010", 0),  # critic and actor alternate
         ("N..N..N", 6, "0110110", 0),
-        ("..N..NN", 5, "0000000", 5),  # a step that was taken lies between, of the same optimizer
+        ("..N..NN", 5, "0000000", 5),  # a taken step of the same optimizer is in between
         ("..N..NN", 6, "0010011", 2),
         ("..N.N..", 4, "0001000", 2),
         ("..N.N..", 4, "0000000", 4),
         ("x.N.x..", 2, "0101010", 2),
     ],
 )
-def test_an_optimizer_whose_loss_is_lost_at_each_of_its_turns_fails_from_the_first(
+def test_a_failure_begins_at_the_first_of_an_optimizers_consecutive_nan_losses(
     pattern: str, replayed: int, optimizers: str, first: int
 ) -> None:
     steps = of_optimizers(steps_of(pattern), optimizers)
@@ -809,13 +809,13 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
 
 
 @pytest.mark.parametrize("wrong", [None, {}, "r.json"])
-def test_what_is_no_record_is_refused_by_its_kind(wrong: Any) -> None:
+def test_diagnose_rejects_an_argument_that_is_not_a_record(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^got a \w+ instead of a Record; allowed: diagnose\(record\); ampdbg.scan"):
         diagnose(wrong)
 
 
-def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named() -> None:
-    """What overflows at 32,768 alone fits at 1: there another op is behind gradients that are not finite."""
+def test_if_no_scale_is_finite_the_op_that_overflows_at_the_lowest_scale_is_named() -> None:
+    """The op that overflows only at 32,768 fits at 1, where another op makes the gradients non-finite."""
     head, stem = (replace(OVERFLOWS, module=name, fp32_largest=at) for name, at in (("head", 27.5), ("stem", 1e6)))
     first = low(scale=32768.0, producers=(head, stem))
     between, lowest = replace(first, scale=16384.0, producers=()), replace(first, scale=1.0, producers=(stem,))
@@ -823,7 +823,7 @@ def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named()
     made = of_gradients(1, first, FP32, between, lowest, reproduced=1)
     found = diagnosed(steps, made).findings[0]
     assert (found.code, found.module) == ("gradient-overflow", "stem")
-    # Where a lower scale is finite, it is what overflows at the step's own.
+    # If a lower scale is finite, the op that overflows at the step's own scale is the culprit.
     suspect = culprit(replace(made, at_lower=(between, cured(lowest, 1.0))))
     assert suspect is not None
     assert suspect.producer.module == "head"
@@ -837,10 +837,10 @@ def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named()
         (20, [("unknown", "backward", None), ("scale-collapse", "backward", 0)]),
     ],
 )
-def test_a_scale_that_falls_far_below_the_one_that_cures_a_step_is_not_settling_nor_its_op_to_blame(
+def test_a_scale_far_below_the_one_that_cures_a_step_has_an_unknown_cause(
     skipped: int, found: list[tuple[str, str, int | None]]
 ) -> None:
-    """Replays of step 1 are finite at 1, and leave room for other batches down to 0.25."""
+    """Replays of step 1 are finite at 1, and other batches may need scales down to 0.25."""
     first = low(scale=32768.0, producers=(OVERFLOWS,))
     record = diagnosed("x" * skipped, of_gradients(1, first, FP32, cured(first, 1.0), reproduced=1))
     assert (codes(record), record.verdict) == (found, "inconclusive")
@@ -857,10 +857,10 @@ def test_a_scale_that_falls_far_below_the_one_that_cures_a_step_is_not_settling_
         ({}, False, "unknown"),
     ],
 )
-def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32s_is(
+def test_a_gradient_that_a_lower_scale_cures_is_an_overflow_even_if_fp32s_is_small(
     changes: dict[str, Any], survives: bool, code: str
 ) -> None:
-    """Half precision's own forward pass is far from FP32's there, and its gradients are larger."""
+    """The forward pass in half is far from FP32's there, and its gradients are larger."""
     made_inf = replace(OVERFLOWS, **{"fp32_largest": 0.5, **changes})
     first = low(scale=32768.0, producers=(made_inf,))
     finite = cured(first, 16384.0, gradient_distance=0.9)
@@ -874,7 +874,7 @@ def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32
 
 
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
-def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell(leaf: str | None, code: str) -> None:
+def test_a_diverging_learning_rate_is_not_suggested_for_a_batch_out_of_range(leaf: str | None, code: str) -> None:
     made = beyond_half(1, leaf, reach="modules")
     found = diagnosed(".N..", made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, "a diverging learning rate" in found.message) == (code, code == "unknown")
@@ -889,7 +889,7 @@ def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell
         (None, (2.26, 2.3, 2.32, 2.31), 0.99, "divergence"),
     ],
 )
-def test_a_batch_that_half_cannot_hold_is_no_divergence_though_fp32_climbs_with_it(
+def test_a_batch_out_of_range_is_not_divergence_although_fp32_climbs_on_it(
     leaf: str | None, losses: tuple[float, ...], grew: float, code: str
 ) -> None:
     lost = beyond_half(4, leaf, 3e5, continuation=(1086.0, 1.5e9, 1.4e16, math.nan), weights_grew=grew)
@@ -903,10 +903,10 @@ def test_a_batch_that_half_cannot_hold_is_no_divergence_though_fp32_climbs_with_
     ("largest", "loss_in_fp32", "code"),
     [(1e6, 2.5e11, "data-range"), (1e6, 3.0, "forward-overflow"), (10.0, 2.5e11, "forward-overflow")],
 )
-def test_a_batch_beyond_half_is_bad_where_fp32s_loss_leaps_with_it_whatever_comes_between(
+def test_a_batch_out_of_range_is_blamed_if_the_fp32_loss_leaps_and_another_op_overflows(
     largest: float, loss_in_fp32: float, code: str
 ) -> None:
-    """As behind a dropout, which makes 2.5e6 of 1e6: the op is no cast of the batch itself."""
+    """As after a dropout, which turns 1e6 into 2.5e6: the op is not a cast of the batch itself."""
     made = replace(overflowing(4), fp32=replace(FP32, loss=loss_in_fp32), batch_largest={"[0]": largest})
     found = diagnosed("....N", made).findings[0]
     assert (found.code, found.step) == (code, 4)
@@ -914,7 +914,7 @@ def test_a_batch_beyond_half_is_bad_where_fp32s_loss_leaps_with_it_whatever_come
     assert (leap in found.message) == (loss_in_fp32 > 3)
 
 
-def test_what_overflows_behind_a_step_from_which_fp32_diverges_follows_from_that() -> None:
+def test_an_overflow_after_a_step_from_which_fp32_diverges_is_divergence() -> None:
     losses = [2.0, 3.0, 2.0, 3.0, 30.0, 60.0, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x.N"), losses, strict=True)]
     early = of_gradients(4, low(scale=1.0), replace(FP32, loss=30.0), continuation=(30.0, 7e4, 7e8))
@@ -927,7 +927,7 @@ def test_what_overflows_behind_a_step_from_which_fp32_diverges_follows_from_that
     ("script", "codes_of_it"),
     [(ScriptRun("train.py"), ["forward-overflow", "data-nonfinite"]), (None, ["data-nonfinite", "forward-overflow"])],
 )
-def test_what_a_script_is_given_after_an_overflow_may_be_its_models(
+def test_a_nonfinite_input_of_a_script_after_an_overflow_is_listed_after_it(
     script: ScriptRun | None, codes_of_it: list[str]
 ) -> None:
     bad = TensorCounts("batch", "[0]", 0, 3, 9)
@@ -939,7 +939,7 @@ def test_what_a_script_is_given_after_an_overflow_may_be_its_models(
 
 
 @pytest.mark.parametrize("cost", [0.0002, 0.0099, 0.011, 0.4])
-def test_how_severe_it_is_that_weights_stand_still_does_not_depend_on_how_many_windows_there_was_time_for(
+def test_frozen_weights_are_an_error_at_every_measured_cost(
     cost: float,
 ) -> None:
     still = FrozenParameter("norm.weight", 64, 0, 1.0)
@@ -948,7 +948,7 @@ def test_how_severe_it_is_that_weights_stand_still_does_not_depend_on_how_many_w
     assert f"up to {100 * cost:g}% of their own part in the loss's fall" in found.message
 
 
-def test_of_second_moments_that_stick_the_one_is_named_first_whose_numbers_are_given() -> None:
+def test_of_several_stuck_moments_the_finding_names_the_largest_first() -> None:
     stuck = tuple(StuckMoment(name, 0.999, times, True, 40) for name, times in (("a", 5.0), ("b", 9.0)))
     (found,) = diagnosed("." * 40, updates=Updates(20, stuck=stuck)).findings
     assert (found.code, found.parameter, found.evidence["times"]) == ("stuck-moment", "b", 9.0)

@@ -1,4 +1,4 @@
-"""Windows of loss scales: what bounds a module and a model, and when no scale is left."""
+"""Range profiles: windows of loss scales for modules and models, findings, verdicts, and readiness for FP16."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def record(*sites: Site) -> Record:
     return Record("ranges", "2025-01-02T03:04:05Z", ENVIRONMENT, {}, "inconclusive", sites=sites, planned_steps=1)
 
 
-def test_a_model_works_where_all_its_gradients_do() -> None:
+def test_the_window_of_a_model_is_the_intersection_of_its_gradients_windows() -> None:
     low, high = gradient("a", 0.5, 1024.0), gradient("b", 8.0, 4096.0)
     whole = window([low, forward(3.0), high])
     assert (whole.floor, whole.ceiling, whole.is_open) == (8.0, 1024.0, True)
     assert (whole.lowest_ceiling, whole.highest_floor) == (low, high)
 
 
-def test_windows_that_do_not_meet_name_the_two_sites() -> None:
+def test_no_usable_scale_names_the_two_sites_with_disjoint_windows() -> None:
     overflowing, vanishing = gradient("loud", 1.0, 16.0), gradient("quiet", 512.0, 2.0**20)
     (finding,) = diagnose_ranges(record(overflowing, vanishing)).findings
     assert (finding.code, finding.severity, finding.module) == ("no-usable-scale", "warning", "loud")
@@ -78,12 +78,12 @@ def test_each_module_has_its_own_window_in_order_of_execution() -> None:
     ]
 
 
-def test_noise_raises_no_floor_but_still_overflows() -> None:
+def test_a_noise_gradient_sets_the_ceiling_of_the_window_but_not_its_floor() -> None:
     whole = window([gradient("key.bias", 2.0**30, 64.0, is_noise=True), gradient("a", 1.0, 128.0)])
     assert (whole.floor, whole.ceiling) == (1.0, 64.0)
 
 
-def test_zero_gradients_bound_nothing() -> None:
+def test_zero_gradients_do_not_bound_the_window() -> None:
     whole = window([gradient("dead", 0.0, math.inf)])
     assert (whole.floor, whole.ceiling, whole.lowest_ceiling, whole.highest_floor) == (0.0, math.inf, None, None)
     assert window([]) == whole
@@ -93,7 +93,7 @@ powers = st.integers(-30, 30).map(lambda exponent: 2.0**exponent)
 
 
 @given(st.lists(st.builds(gradient, st.sampled_from("abc"), powers, powers), min_size=1))
-def test_a_scale_is_in_the_whole_window_exactly_when_it_is_in_every_modules(sites: list[Site]) -> None:
+def test_a_scale_is_in_the_model_window_exactly_if_it_is_in_every_module_window(sites: list[Site]) -> None:
     whole, modules = window(sites), list(module_windows(sites))
     for exponent in range(-31, 32):
         scale = 2.0**exponent
@@ -101,23 +101,23 @@ def test_a_scale_is_in_the_whole_window_exactly_when_it_is_in_every_modules(site
         assert (whole.floor <= scale <= whole.ceiling) == inside
 
 
-def test_overflows_are_warnings_where_they_start() -> None:
+def test_only_the_start_of_a_forward_overflow_is_a_warning() -> None:
     seen = diagnose_ranges(record(forward(-1.0, "starts"), forward(-2.0, "carried"), forward(0.5)))
     assert [(finding.code, finding.severity) for finding in seen.findings] == [("forward-overflow", "warning")]
     assert seen.verdict == "inconclusive"
 
 
-def test_a_gradient_without_a_scale_of_one_or_more_overflows() -> None:
+def test_a_gradient_with_a_scale_ceiling_below_1_is_a_gradient_overflow() -> None:
     seen = diagnose_ranges(record(gradient("a", 2.0**-20, 0.5)))
     assert [finding.code for finding in seen.findings] == ["gradient-overflow"]
 
 
-def test_within_the_limits_it_is_healthy() -> None:
+def test_ranges_within_the_limits_are_healthy() -> None:
     seen = diagnose_ranges(record(forward(0.1), gradient("a", 1.0, 1.0)))
     assert (seen.findings, seen.verdict) == ((), "healthy")
 
 
-def test_an_error_of_autocast_is_a_finding() -> None:
+def test_an_autocast_error_in_a_range_profile_is_a_finding() -> None:
     error = AutocastError("misuse-bce", 0, "unsafe to autocast")
     assert [finding.code for finding in diagnose_ranges(replace(record(), autocast_error=error)).findings] == [
         "misuse-bce"
@@ -138,7 +138,7 @@ def spoilt(replay: Replay) -> Replay:
 
 
 @pytest.mark.parametrize("fails", [lost, spoilt])
-def test_a_step_that_is_not_finite_in_fp32_either_is_of_no_precision(fails: Callable[[Replay], Replay]) -> None:
+def test_a_step_that_is_not_finite_in_fp32_has_verdict_other(fails: Callable[[Replay], Replay]) -> None:
     overflowing = (forward(-1.0, "starts"), gradient("a", 2.0**-20, 0.5))
     for sites in ((forward(3.0), gradient("a", 1.0, 1024.0)), overflowing):
         seen = diagnose_ranges(replace(record(*sites), checks=(fails(WIDE), fails(FP32))))
@@ -149,7 +149,7 @@ def test_a_step_that_is_not_finite_in_fp32_either_is_of_no_precision(fails: Call
 
 
 @pytest.mark.parametrize(("fp32", "told"), [(FP32, True), (replace(FP32, error="TypeError: no"), None)])
-def test_where_fp32_is_finite_or_does_not_run_the_verdict_stays_open(fp32: Replay, told: bool | None) -> None:
+def test_the_verdict_is_inconclusive_if_fp32_is_finite_or_raises(fp32: Replay, told: bool | None) -> None:
     seen = diagnose_ranges(replace(record(forward(3.0)), checks=(lost(WIDE), fp32)))
     assert (seen.verdict, seen.findings[0].evidence.get("finite_in_fp32")) == ("inconclusive", told)
 
@@ -164,18 +164,18 @@ REFUTED = {
 
 
 @pytest.mark.parametrize(("half", "phase"), REFUTED.values(), ids=REFUTED)
-def test_a_step_that_does_not_come_through_fp16_is_not_healthy(half: Replay, phase: str | None) -> None:
+def test_a_failed_fp16_check_within_the_window_is_inconclusive(half: Replay, phase: str | None) -> None:
     seen = diagnose_ranges(replace(record(forward(3.0), gradient("a", 1.0, 1024.0)), checks=(WIDE, half)))
     assert [finding.phase for finding in seen.findings] == ([] if phase is None else [phase])
     assert seen.verdict == ("healthy" if phase is None else "inconclusive")
 
 
-def test_what_was_not_measured_leaves_the_verdict_open() -> None:
+def test_unmeasured_parts_make_the_verdict_inconclusive() -> None:
     seen = diagnose_ranges(replace(record(forward(3.0)), unseen=Unseen(unmeasured=("Fourier transforms",))))
     assert (seen.findings, seen.verdict) == ((), "inconclusive")
 
 
-def test_the_scale_to_try_is_in_the_window_and_below_its_end() -> None:
+def test_the_scale_to_try_is_half_the_ceiling_within_the_window_and_at_least_1() -> None:
     assert scale_to_try([gradient("a", 1.0, 1024.0)]) == 512.0
     assert scale_to_try([gradient("a", 1024.0, 1024.0)]) == 1024.0
     assert scale_to_try([gradient("a", 0.0, math.inf)]) == scale_to_try([]) == 65536.0
@@ -208,7 +208,7 @@ READY = {
 
 
 @pytest.mark.parametrize(("sites", "checks", "trains", "pins"), READY.values(), ids=READY)
-def test_a_bfloat16_step_is_ready_for_fp16_where_it_ran_there(
+def test_the_readiness_of_a_bfloat16_step_follows_its_fp16_checks_and_window(
     sites: tuple[Site, ...], checks: tuple[Replay, ...], trains: bool | None, pins: tuple[str, ...]
 ) -> None:
     ready = bf16(*sites, checks=checks).readiness
@@ -217,19 +217,19 @@ def test_a_bfloat16_step_is_ready_for_fp16_where_it_ran_there(
     assert ready.largest == sites[0].abs_max
 
 
-def test_the_loss_scales_of_a_ready_step_are_those_of_what_stays_in_half() -> None:
+def test_the_loss_scales_of_a_ready_step_ignore_the_pinned_modules() -> None:
     ready = bf16(*STARTING, gradient("block", 2.0**15, 2.0**20), checks=(lost(HALF), PINNED)).readiness
     assert ready is not None
     assert (ready.floor, ready.ceiling) == (1.0, 1024.0)
 
 
-def test_what_was_not_measured_leaves_it_open_whether_a_step_is_ready() -> None:
+def test_unmeasured_parts_leave_the_readiness_undecided() -> None:
     ready = bf16(*FITTING, checks=(HALF,), unmeasured=("Fourier transforms",)).readiness
     assert ready is not None
     assert ready.trains is None
 
 
-def test_only_a_step_that_runs_in_bfloat16_and_is_finite_there_is_asked_whether_it_is_ready() -> None:
+def test_only_a_bfloat16_step_with_an_fp16_check_has_a_readiness() -> None:
     assert diagnose_ranges(replace(record(*FITTING), checks=(WIDE, HALF))).readiness is None
     in_fp32 = [replace(site, dtype="float32") for site in FITTING]
     assert diagnose_ranges(replace(record(*in_fp32), checks=(WIDE, HALF))).readiness is None

@@ -1,4 +1,4 @@
-"""Remedies: what a finding's op and line of source add to its own, and what there is to do besides a pin."""
+"""Remedies: the alternatives that a finding's op and source line add, and the remedies besides a pin."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize(("at", "added"), ADDED.values(), ids=ADDED.keys())
-def test_the_line_adds_to_a_remedy_and_is_what_there_is_to_do_besides_a_pin(at: Producer, added: str) -> None:
+def test_the_source_line_adds_an_alternative_that_is_listed_besides_the_pin(at: Producer, added: str) -> None:
     remedy = remedy_of("gradient-overflow", at)
     assert remedy == f"{CODES['gradient-overflow'].remedy}{OR}{added}"
     assert others(finding("gradient-overflow", remedy, source=LINE)) == (f"/home/me/model.py:41: {added}",)
@@ -47,7 +47,7 @@ def test_the_line_adds_to_a_remedy_and_is_what_there_is_to_do_besides_a_pin(at: 
 @pytest.mark.parametrize(
     "text", ["x = self.proj(x)", 'n = torch.einsum("nlhd,nhd->nlh", q, k_sum)', "logits = (q * self.scale) @ k.mT"]
 )
-def test_a_product_that_is_not_scaled_has_no_scaling_to_move(text: str) -> None:
+def test_a_product_that_is_not_scaled_afterwards_adds_no_alternative(text: str) -> None:
     remedy = remedy_of("forward-overflow", replace(PRODUCER, source=replace(LINE, text=text)))
     assert remedy == CODES["forward-overflow"].remedy
     assert others(finding("forward-overflow", remedy)) == ()
@@ -62,13 +62,13 @@ def test_a_product_that_is_not_scaled_has_no_scaling_to_move(text: str) -> None:
         ("x = f((torch.matmul(q, k) + bias) / d)", True),
         ("logits = (q * self.scale) @ k.transpose(-2, -1)", False),
         ("x = torch.bmm(q / d, k)", False),
-        ("x = a / (b @ c)", False),  # a product that divides is not scaled
+        ("x = a / (b @ c)", False),  # a product in the divisor is not scaled
         ("x = self.proj(x) * 2", False),
         ("scores = q @ k.transpose(  # the statement goes on", False),
         ("", False),
     ],
 )
-def test_a_line_scales_its_product_where_the_scaling_comes_after_it(line: str, is_scaled: bool) -> None:
+def test_a_line_scales_its_product_only_if_the_scaling_follows_the_product(line: str, is_scaled: bool) -> None:
     assert scales_after_its_product(line) is is_scaled
 
 
@@ -83,11 +83,11 @@ def test_a_line_scales_its_product_where_the_scaling_comes_after_it(line: str, i
         ("x.sum(", False),
     ],
 )
-def test_a_line_takes_a_sum_where_it_calls_one(line: str, is_sum: bool) -> None:
+def test_a_line_takes_a_sum_if_it_calls_sum_or_a_loss_with_sum_reduction(line: str, is_sum: bool) -> None:
     assert takes_a_sum(line) is is_sum
 
 
-def test_an_op_may_have_a_remedy_of_its_own() -> None:
+def test_nll_loss_has_its_own_remedy_for_a_true_nan() -> None:
     assert "ignore_index" in remedy_of("true-nan", replace(PRODUCER, op="aten.nll_loss_forward.default"))
 
 
@@ -111,7 +111,7 @@ def test_an_op_may_have_a_remedy_of_its_own() -> None:
     ],
 )
 @pytest.mark.parametrize("code", ["true-nan", "infinite-loss"])
-def test_a_formula_is_changed_where_it_has_no_value(code: str, phase: Phase, op: str, line: str, told: str) -> None:
+def test_a_formula_remedy_names_its_undefined_operand(code: str, phase: Phase, op: str, line: str, told: str) -> None:
     at = replace(PRODUCER, phase=phase, op=f"aten.{op}.Tensor", source=replace(LINE, text=line))
     remedy = remedy_of(code, at)
     named = [part for part in ("the logarithm's argument", "the divisor", "the square root") if part in remedy]
@@ -120,17 +120,17 @@ def test_a_formula_is_changed_where_it_has_no_value(code: str, phase: Phase, op:
     assert (remedy == CODES[code].remedy) is not bool(told)
 
 
-def test_only_a_loss_that_is_infinite_by_its_definition_can_zero_its_samples() -> None:
+def test_only_ctc_loss_is_advised_to_use_zero_infinity() -> None:
     remedies = [remedy_of("infinite-loss", replace(PRODUCER, op=f"aten.{op}.default")) for op in ("_ctc_loss", "exp")]
     assert ["zero_infinity" in remedy for remedy in remedies] == [True, False]
 
 
-def test_an_eps_is_another_way_than_a_pin_and_changes_the_function() -> None:
+def test_a_larger_eps_is_listed_besides_the_pin_as_changing_the_function() -> None:
     (line,) = others(finding("eps-underflow"))
     assert line == ("use an eps of at least 1e-6, which FP16 can hold (changes the model's function)")
 
 
-def test_where_one_of_two_logarithms_is_of_1_minus_p_both_limits_are_told() -> None:
+def test_two_logarithms_with_one_of_1_minus_p_get_both_limits() -> None:
     line = "loss = -(y * torch.log(p) + (1.0 - y) * torch.log(1.0 - p)).mean()"
     remedy = remedy_of("eps-underflow", replace(PRODUCER, op="aten.log.default", source=replace(LINE, text=line)))
     assert "an eps of at least 1e-6" in remedy
@@ -151,7 +151,7 @@ def test_where_one_of_two_logarithms_is_of_1_minus_p_both_limits_are_told() -> N
         ("loss = nll(1 - p)", False),
     ],
 )
-def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str, is_near_one: bool) -> None:
+def test_no_eps_is_advised_if_every_logarithm_is_of_1_minus_p(line: str, is_near_one: bool) -> None:
     _is_near_one(replace(PRODUCER, op="aten.log.default", source=replace(LINE, text=line)), is_near_one)
 
 
@@ -184,7 +184,7 @@ def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str
         ("div", "forward", "y = mine(c.sqrt())", "divides by a value that FP16 rounds to zero"),
     ],
 )
-def test_a_pole_beside_zero_is_that_of_the_function_that_the_line_calls(
+def test_an_eps_underflow_names_the_pole_of_the_function_on_its_line(
     op: str, phase: Phase, line: str, said: str
 ) -> None:
     at = replace(PRODUCER, op=f"aten.{op}.default", phase=phase, source=replace(LINE, text=line))
@@ -205,7 +205,7 @@ def test_a_pole_beside_zero_is_that_of_the_function_that_the_line_calls(
         ("backward", "loss = -torch.log(1 - p).mean()", True),
     ],
 )
-def test_what_is_taken_from_1_is_what_the_op_divides_by(phase: Phase, line: str, is_near_one: bool) -> None:
+def test_only_a_quotient_by_1_minus_p_advises_to_compute_p_in_fp32(phase: Phase, line: str, is_near_one: bool) -> None:
     source = replace(LINE, text=line)
     _is_near_one(replace(PRODUCER, op="aten.div.Tensor", phase=phase, source=source), is_near_one)
 
@@ -221,7 +221,7 @@ def _is_near_one(at: Producer, is_near_one: bool) -> None:
     ("phase", "dtype", "is_behind"),
     [("backward", "float32", True), ("backward", "float16", False), ("forward", "float32", False)],
 )
-def test_what_is_computed_in_fp32_already_is_not_to_be_computed_in_fp32(
+def test_an_fp32_gradient_is_not_advised_to_compute_the_statistic_in_fp32(
     phase: Phase, dtype: str, is_behind: bool
 ) -> None:
     root = replace(LINE, text="loss = ((gradients.pow(2).sum(1).sqrt() - 1) ** 2).mean()")
@@ -232,7 +232,7 @@ def test_what_is_computed_in_fp32_already_is_not_to_be_computed_in_fp32(
 
 
 def underflow(steps: Sequence[Step], loss_scale: object = None) -> str:
-    """What is advised of gradients that are flushed at the last step's scale."""
+    """The remedy for gradients that are flushed to zero at the last step's scale."""
     replays = (Replay("float16", steps[-1].scale, 1.0, 1.0, lost_energy=0.5), Replay("float32", 1.0, 1.0, 1.0))
     made = Investigation(steps[-1].step, "end", *replays, loss=1.0)
     config = {"precision": {} if loss_scale is None else {"loss_scale": loss_scale}}
@@ -240,7 +240,7 @@ def underflow(steps: Sequence[Step], loss_scale: object = None) -> str:
     return next(found.remedy for found in findings if found.code == "gradient-underflow")
 
 
-def test_a_scaler_that_moves_its_scale_is_not_advised_to_do_so() -> None:
+def test_gradient_underflow_has_another_remedy_under_a_dynamic_scaler() -> None:
     healthy, fell = ([replace(step, scaler=1) for step in steps_of(pattern)] for pattern in ("....", "xx.."))
     for steps, given in ((healthy, 65536.0), (steps_of("...."), None)):
         assert underflow(steps, given) == CODES["gradient-underflow"].remedy
@@ -250,19 +250,19 @@ def test_a_scaler_that_moves_its_scale_is_not_advised_to_do_so() -> None:
 
 
 @pytest.mark.parametrize("code", [code for code in CODES.values() if not code.pin_helps])
-def test_what_no_pin_cures_has_its_own_remedy(code: Code) -> None:
+def test_a_code_that_no_pin_helps_lists_its_own_remedy(code: Code) -> None:
     (line,) = others(finding(code.name))
     assert line.removesuffix(" (changes the model's function)") == code.remedy
 
 
-def test_what_another_finding_explains_has_no_remedy_of_its_own_and_neither_has_information() -> None:
+def test_caused_findings_and_information_list_no_remedy() -> None:
     explained, information = finding("scale-runaway", root=0), finding("scale-calibration", severity="info")
     assert len(others(finding("mask-constant"), explained, information)) == 1
 
 
-def test_the_same_is_said_once() -> None:
+def test_equal_remedies_are_listed_once() -> None:
     assert len(others(finding("mask-constant"), finding("mask-constant", step=9))) == 1
 
 
-def test_a_healthy_run_needs_none() -> None:
+def test_a_healthy_run_has_no_other_remedies() -> None:
     assert others() == ()

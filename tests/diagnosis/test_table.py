@@ -1,4 +1,4 @@
-"""Properties of the table of causes itself: whatever the evidence, precision is not blamed where FP32 fails too."""
+"""Properties of the table of causes: no evidence blames precision if FP32 fails too."""
 
 import math
 import string
@@ -97,7 +97,7 @@ through_in_fp32: st.SearchStrategy[Investigation] = st.builds(
         producers.map(lambda made: replace(made, inf=1, finite_in_fp32=True, fp32_largest=9e4, input_largest=300.0)),
     ),
 )
-"""Of such most are of precision: without them the table would hardly ever come so far."""
+"""Most of these steps fail because of precision. Other steps rarely reach those rows of the table."""
 
 investigations = any_step | through_in_fp32
 runs: st.SearchStrategy[Record] = st.builds(
@@ -113,7 +113,7 @@ runs: st.SearchStrategy[Record] = st.builds(
 
 @given(made=investigations, run=runs)
 @settings(max_examples=75)
-def test_precision_is_blamed_only_where_the_step_fails_again_and_fp32_comes_through(
+def test_precision_is_blamed_only_if_the_failure_reproduces_and_fp32_is_finite(
     made: Investigation, run: Record
 ) -> None:
     evidence = Evidence(made, run)
@@ -126,7 +126,7 @@ def test_precision_is_blamed_only_where_the_step_fails_again_and_fp32_comes_thro
 
 @given(run=runs)
 @settings(max_examples=40)
-def test_no_record_blames_precision_without_a_replay_that_does(run: Record) -> None:
+def test_a_precision_verdict_needs_a_reproduced_failure_that_is_finite_in_fp32(run: Record) -> None:
     record = diagnose(run)
     if record.verdict == "precision":
         assert any(is_finite(made.fp32) and made.reproduced for made in record.investigations)
@@ -138,7 +138,7 @@ def test_no_record_blames_precision_without_a_replay_that_does(run: Record) -> N
 
 @given(made=investigations, run=runs)
 @settings(max_examples=40)
-def test_some_row_holds_of_every_step_and_the_finding_is_that_of_the_first(made: Investigation, run: Record) -> None:
+def test_the_first_matching_row_of_the_table_gives_the_finding_of_a_step(made: Investigation, run: Record) -> None:
     evidence = Evidence(made, run)
     found = next(holding(CAUSES, evidence))
     assert found is first(CAUSES, evidence)
@@ -149,7 +149,7 @@ def test_some_row_holds_of_every_step_and_the_finding_is_that_of_the_first(made:
 
 @given(made=investigations, run=runs)
 @settings(max_examples=40)
-def test_a_precision_finding_stands_at_an_op_that_goes_wrong_in_half_alone(made: Investigation, run: Record) -> None:
+def test_a_precision_finding_names_the_site_of_a_suspect(made: Investigation, run: Record) -> None:
     found = Evidence(made, run).cause
     if CODES[found.code].verdict == "precision":
         sites = [(one.producer.module, one.producer.op, one.producer.source) for one in suspects(made)]
@@ -170,7 +170,7 @@ MORE: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 @given(made=through_in_fp32, run=runs, more=MORE)
 @settings(max_examples=75)
-def test_more_evidence_may_withdraw_a_blame_and_never_moves_it_to_another_line(
+def test_more_evidence_never_moves_a_precision_finding_to_another_site(
     made: Investigation, run: Record, more: dict[str, Any]
 ) -> None:
     before, after = Evidence(made, run).cause, Evidence(replace(made, **more), run).cause
@@ -188,7 +188,7 @@ SUBJECTS: tuple[tuple[type, tuple[Decision[Any], ...]], ...] = (
 )
 
 
-def test_every_fact_that_a_row_names_is_one_of_its_subject() -> None:
+def test_every_field_that_a_row_names_exists_on_its_subject() -> None:
     for subject, rows in SUBJECTS:
         known = {*dir(subject), *(field.name for field in fields(subject))}
         for row in rows:
@@ -198,7 +198,7 @@ def test_every_fact_that_a_row_names_is_one_of_its_subject() -> None:
             assert named <= known, (row.code, named - known)
 
 
-def test_every_row_is_of_a_known_code_with_a_condition_of_its_own() -> None:
+def test_every_row_has_a_known_code_and_a_unique_condition() -> None:
     rows = [row for family in ORDER_OF_DECISION for row in family.decisions]
     assert len(rows) > 35
     assert {row.code for row in rows} <= CODES.keys()

@@ -1,4 +1,4 @@
-"""Trends: what nears the limit is reported, and what grows by the same factor all along, with its step."""
+"""Trends: values near the limit, and values that grow by a constant factor, with the step of the forecast."""
 
 import math
 import random
@@ -42,7 +42,7 @@ def doubling(step: int) -> float:
     ],
     ids=["from 1", "from 100", "noisy"],
 )
-def test_steady_growth_is_drawn_on_to_the_limit(value: Callable[[int], float], at: int) -> None:
+def test_steady_growth_is_extrapolated_to_the_step_of_the_limit(value: Callable[[int], float], at: int) -> None:
     reached = reached_at(trend(value))
     assert reached is not None
     assert reached == pytest.approx(at, rel=0.03)
@@ -65,7 +65,7 @@ HEALTHY: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_what_is_no_steady_growth_is_silent(name: str) -> None:
+def test_values_without_steady_growth_give_no_finding(name: str) -> None:
     one = trend(HEALTHY[name])
     assert reached_at(one) is None
     assert recorded(one).findings == ()
@@ -80,7 +80,7 @@ NEAR: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_what_comes_within_one_bit_of_the_limit_is_reported_however_it_grows(name: str) -> None:
+def test_an_activation_within_one_bit_of_the_limit_is_a_warning(name: str) -> None:
     one = trend(NEAR[name])
     (found,) = recorded(one).findings
     largest = max(one.values)
@@ -90,12 +90,12 @@ def test_what_comes_within_one_bit_of_the_limit_is_reported_however_it_grows(nam
     assert recorded(replace(one, kind="gradient")).findings == ()
 
 
-def test_few_samples_are_no_trend() -> None:
+def test_seven_samples_are_too_few_for_a_trend_and_eight_suffice() -> None:
     assert reached_at(trend(doubling, steps=STEPS[:7])) is None
     assert reached_at(trend(doubling, steps=STEPS[-8:])) is not None
 
 
-def test_what_is_near_is_a_warning_and_what_is_far_is_information() -> None:
+def test_a_near_forecast_is_a_warning_and_a_far_one_is_information() -> None:
     near = recorded(trend(doubling))
     (found,) = near.findings
     assert (found.code, found.severity, found.module, found.step) == ("limit-ahead", "warning", "body", 2000)
@@ -109,7 +109,7 @@ def test_what_is_near_is_a_warning_and_what_is_far_is_information() -> None:
     assert far.verdict == "healthy"
 
 
-def test_the_first_that_gets_there_is_named() -> None:
+def test_the_finding_names_the_trend_that_reaches_the_limit_first() -> None:
     slow = Trend("activation", "slow", STEPS, tuple(2.0 ** (step / 300) for step in STEPS))
     fast = trend(doubling)
     gradient = trend(lambda step: 2.0 ** (step / 150), "gradient")
@@ -119,7 +119,7 @@ def test_the_first_that_gets_there_is_named() -> None:
     assert (found.module, found.parameter, found.phase) == ("", "body", "backward")
 
 
-def test_a_loss_scale_that_falls_steadily_is_reported_and_one_that_stays_or_grows_is_not() -> None:
+def test_only_a_steadily_falling_loss_scale_is_reported() -> None:
     (found,) = recorded(trend(lambda step: 65536.0 / 2.0 ** (step // 250), "scale")).findings
     assert "the loss scale falls steadily, from 65,536 to 256 in steps 100 to 2,000, and would reach 1" in found.message
     for value in (lambda step: 65536.0, lambda step: 256.0 * 2.0 ** (step // 200)):

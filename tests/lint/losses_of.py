@@ -1,4 +1,4 @@
-"""Runs scripts one after the other, and prints as JSON the ``losses`` of each, or the error that ended it."""
+"""Runs scripts one after the other and prints as JSON each one's ``losses`` or the error that ended it."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ import warnings
 def losses_of(script: str) -> list[float] | str:
     try:
         found: list[float] = runpy.run_path(script)["losses"]
-    except Exception as error:  # noqa: BLE001 - whatever ends a script is what it comes to
+    except Exception as error:  # noqa: BLE001 - any error that ends a script is its result
         return f"{type(error).__name__}: {error}"
     return found
 

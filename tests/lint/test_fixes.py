@@ -1,7 +1,7 @@
-"""Fixes as pairs of files: the edit is what a person would have written, and it trains as the script in FP32 does.
+"""Fixes as pairs of files: the edit reads as if written by hand, and the fixed script trains like its FP32 run.
 
-Each script leaves its ``losses``. Under plain Python, without a GPU, autocast and scaler are off, so that a misuse does
-nothing: that run is the reference. apex's classes have stand-ins.
+Each script leaves its ``losses``. The reference runs under plain Python without a GPU: autocast and scaler are off
+there, and a misuse has no effect. Stand-ins replace apex's classes.
 """
 
 import json
@@ -24,10 +24,10 @@ HARMLESS = {
     "deprecated_spellings": "the same objects by their new names",
     "backward_in_autocast": "this loop comes to no harm",
 }
-"""The fixes that change nothing of how a script trains in half."""
+"""Fixes that do not change how a script trains in half precision."""
 
 NOISE = 0.01
-"""How far a loss of this size in FP16 is from FP32's, at most."""
+"""The largest distance of a loss of this size in FP16 from its FP32 value."""
 
 
 def fixture(name: str, end: str) -> Path:
@@ -35,7 +35,7 @@ def fixture(name: str, end: str) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fix_is_what_a_person_would_write(name: str) -> None:
+def test_a_fix_produces_the_expected_file(name: str) -> None:
     made = fixed_file(str(fixture(name, "in")), Settings(), in_half=True)
     assert made.problem == ""
     assert made.after is not None
@@ -43,13 +43,13 @@ def test_a_fix_is_what_a_person_would_write(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_to_be_fixed(name: str) -> None:
+def test_a_fixed_file_needs_no_further_fix(name: str) -> None:
     assert fixed_file(str(fixture(name, "out")), Settings(), in_half=True).after is None
 
 
 @cache
 def losses(end: str, *, emulated: bool) -> dict[str, list[float] | str]:
-    """Of all fixtures, in one process."""
+    """The losses of all fixtures, computed in one process."""
     scripts = {str(fixture(name, end)): name for name in NAMES}
     run = ["-m", "ampdbg", "run", "--emulate", "--no-watch"] if emulated else []
     path = os.pathsep.join(map(str, (HERE / "reference", HERE.parents[1])))
@@ -64,9 +64,9 @@ def losses(end: str, *, emulated: bool) -> dict[str, list[float] | str]:
 
 
 @pytest.mark.slow
-def test_after_the_fix_each_script_trains_in_half_as_before_in_fp32() -> None:
+def test_each_fixed_script_trains_in_half_like_the_original_in_fp32() -> None:
     reference, fixed = losses("in", emulated=False), losses("out", emulated=True)
-    # Whether its function is called at all is what this fix changes, in FP32 too.
+    # This fix decides whether the function is called at all, in FP32 too.
     reference["decorator"] = losses("out", emulated=False)["decorator"]
     for name in NAMES:
         assert isinstance(reference[name], list), (name, reference[name])
@@ -75,10 +75,10 @@ def test_after_the_fix_each_script_trains_in_half_as_before_in_fp32() -> None:
 
 
 @pytest.mark.slow
-def test_before_the_fix_none_does_but_where_it_does_no_harm() -> None:
+def test_unfixed_scripts_fail_or_train_differently_unless_the_fix_is_harmless() -> None:
     before, fixed = losses("in", emulated=True), losses("out", emulated=True)
     for name in NAMES:
         if name in HARMLESS:
             assert before[name] == fixed[name]
-        elif name != "apex_classes":  # apex cannot be had: its stand-ins are torch's
+        elif name != "apex_classes":  # apex cannot be installed: its stand-ins are torch's
             assert isinstance(before[name], str) or before[name] != pytest.approx(fixed[name], abs=NOISE), name

@@ -1,4 +1,4 @@
-"""Every rule on its own examples: it finds what the invalid ones mark, at that line, and nothing in the valid."""
+"""Every rule on its own examples: it finds each marked line of the invalid ones and nothing in the valid ones."""
 
 import re
 import sys
@@ -20,8 +20,8 @@ APEX = Path(__file__).parents[2] / "docs" / "apex.md"
 
 
 def found(text: str) -> list[tuple[int, str]]:
-    """Lines and codes of what all rules together find; where a project has to train in half, the text tells it."""
-    text = MARK.sub("", text)  # a mark is read by no rule
+    """Lines and codes of the hits of all rules; the text decides whether the project trains in half precision."""
+    text = MARK.sub("", text)  # no rule reads a mark
     in_half = re.search(r"autocast|\.half\(", text) is not None
     hits = hits_of(Document(text), wanted_rules(text.encode(), EVERYTHING), EVERYTHING)
     told = ((hit.node.lineno, hit.code) for hit in hits if in_half or not hit.in_half_only)  # type: ignore[attr-defined]
@@ -38,12 +38,12 @@ VALID = [pytest.param(text, id=f"{rule.codes[0]}-{n}") for rule in RULES for n, 
 
 
 @pytest.mark.parametrize("text", INVALID)
-def test_an_invalid_example_is_found_at_its_line_and_nothing_else(text: str) -> None:
+def test_an_invalid_example_has_hits_only_at_its_marked_lines(text: str) -> None:
     assert found(text) == marked(text) != []
 
 
 @pytest.mark.parametrize("text", VALID)
-def test_nothing_is_found_in_a_valid_example(text: str) -> None:
+def test_a_valid_example_has_no_hits(text: str) -> None:
     assert found(text) == []
 
 
@@ -62,7 +62,7 @@ def train(model, loader, held, scaler):
         scaler.scale(model(x)).backward()
         scaler.unscale_(held.optimizer)  # <- misuse-accumulate
 """
-"""Two backward passes with an unscale_ of their own: right where something clears the gradients between them."""
+"""Two backward passes, each with its own unscale_: correct only if a call clears the gradients between them."""
 
 MAY_CLEAR = (
     "held.optimizer.first_step()",
@@ -74,28 +74,28 @@ MAY_CLEAR = (
 
 
 @pytest.mark.parametrize("call", MAY_CLEAR)
-def test_gradients_behind_a_call_that_may_clear_them_are_not_known(call: str) -> None:
+def test_a_call_that_may_clear_the_gradients_suppresses_the_accumulation_hit(call: str) -> None:
     assert found(f"{AGAIN}        {call}\n") == []
 
 
-def test_gradients_that_a_continue_keeps_may_be_cleared_by_an_optimizer_of_another_file() -> None:
+def test_an_unknown_optimizer_call_before_a_continue_may_clear_stale_gradients() -> None:
     [kept] = (rule.invalid[1] for rule in RULES if rule.codes == ("misuse-stale-gradients",))
     assert found(MARK.sub("", kept).replace("        with", "        optimizer.end()\n        with")) == []
 
 
 @pytest.mark.parametrize("call", ["norm_of(model)", "used = held.end()", "held.optimizer.state_dict()"])
-def test_gradients_behind_another_call_are_known(call: str) -> None:
+def test_a_call_that_cannot_clear_gradients_keeps_the_accumulation_hit(call: str) -> None:
     assert found(f"{AGAIN}        {call}\n") == marked(AGAIN) != []
 
 
 @pytest.mark.parametrize("line", ['"""Each p.grad is checked."""', 'print("p.grad is inf")', "p.grad = q.grad = None"])
-def test_a_text_about_gradients_and_what_clears_them_hide_no_misuse(line: str) -> None:
+def test_strings_about_gradients_and_clearing_them_do_not_hide_a_scaled_clip(line: str) -> None:
     [clipped] = (MARK.sub("", rule.invalid[0]) for rule in RULES if "misuse-clip-scaled" in rule.codes)
     assert [code for _, code in found(f"{clipped}        {line}\n")] == ["misuse-clip-scaled"]
     assert found(f"{clipped}        p.grad /= 2\n") == []
 
 
-def test_who_gets_the_scaler_may_divide_a_penalty_by_its_scale() -> None:
+def test_a_function_given_the_scaler_may_unscale_a_gradient_penalty() -> None:
     [penalised] = (rule.invalid[0] for rule in RULES if rule.codes == ("misuse-gradient-penalty",))
     [(line, _)] = marked(penalised)
     lines = MARK.sub("", penalised).split("\n")
@@ -105,9 +105,7 @@ def test_who_gets_the_scaler_may_divide_a_penalty_by_its_scale() -> None:
 @pytest.mark.parametrize(
     ("base", "codes"), [("", ["misuse-no-update"]), ("torch.nn.Module", ["misuse-no-update"]), ("Base", [])]
 )
-def test_a_scaler_that_no_line_updates_may_be_updated_by_a_base_class_of_another_file(
-    base: str, codes: list[str]
-) -> None:
+def test_a_base_class_of_another_file_may_update_the_scaler(base: str, codes: list[str]) -> None:
     text = f"""
 import torch
 from elsewhere import Base
@@ -131,7 +129,7 @@ def test_every_code_of_a_rule_has_an_invalid_example(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("text", INVALID)
-def test_a_fix_cures_what_it_belongs_to_and_brings_nothing_new(text: str) -> None:
+def test_a_fix_removes_its_own_hit_and_adds_no_new_hits(text: str) -> None:
     text = MARK.sub("#", text)
     rules = wanted_rules(text.encode(), EVERYTHING)
     before = hits_of(Document(text), rules, EVERYTHING)
@@ -141,13 +139,13 @@ def test_a_fix_cures_what_it_belongs_to_and_brings_nothing_new(text: str) -> Non
     assert (after == text) == all(hit.fix is None for hit in before)
 
 
-def test_a_division_by_zero_is_no_number_and_no_end_of_ampdbg() -> None:
+def test_a_zero_division_in_a_mask_value_neither_crashes_nor_is_a_hit() -> None:
     assert (
         found("import torch\nwith torch.autocast('cuda'):\n    y = x.masked_fill(mask, -(0 ** -1)).softmax(-1)\n") == []
     )
 
 
-def test_the_documented_move_from_apex_leaves_nothing_to_find() -> None:
+def test_the_documented_apex_migration_has_no_hits() -> None:
     before, after = re.findall(r"```python\n(.*?)```", APEX.read_text("utf-8"), re.DOTALL)
     codes = [code for _, code in found(f"import torch\nfrom apex import amp\n{before}")]
     assert codes == ["apex-amp"] * 4
@@ -164,7 +162,7 @@ for x in loader:
 """
 
 
-def test_the_work_grows_with_a_block_and_not_with_its_square() -> None:
+def test_the_number_of_calls_grows_linearly_with_the_size_of_a_block() -> None:
     works = []
     for count in (100, 200):
         calls = 0

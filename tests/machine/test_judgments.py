@@ -1,4 +1,4 @@
-"""What the facts of faked machines mean: old GPUs and new ones, other makers', drivers and torches that do not fit."""
+"""Judgments of faked machines: old and new GPUs, other vendors' GPUs, and drivers that do not fit torch."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def with_gpus(*gpus: Gpu) -> Machine:
 
 
 def lines(machine: Machine) -> dict[str, str]:
-    """Each topic's tone, and what it says."""
+    """Each topic's tone and text."""
     return {judgment.topic: f"{judgment.tone}: {judgment.says}" for judgment in judged(machine)}
 
 
@@ -61,7 +61,7 @@ def headline(machine: Machine) -> str:
     ],
     ids=lambda value: value.name if isinstance(value, Gpu) else "",
 )
-def test_each_generation_has_its_tensor_cores_and_bfloat16(gpu: Gpu, cores: str, bfloat16: str) -> None:
+def test_tensor_core_and_bfloat16_support_follow_the_compute_capability(gpu: Gpu, cores: str, bfloat16: str) -> None:
     said = lines(with_gpus(gpu))
     assert said["tensor cores"].startswith(cores)
     assert said["bfloat16"].startswith(bfloat16)
@@ -70,7 +70,7 @@ def test_each_generation_has_its_tensor_cores_and_bfloat16(gpu: Gpu, cores: str,
     )
 
 
-def test_the_headline_says_what_the_machine_is_good_for() -> None:
+def test_the_headline_states_whether_fp16_runs_on_the_machine() -> None:
     assert headline(with_gpus(H100)) == "✓ FP16 runs on this machine's GPU."
     assert headline(with_gpus(GTX_1080, H100)).startswith("? FP16 runs on this machine, but does not pay off")
     assert headline(Machine(CPU_TORCH)).startswith("✓ No GPU here; ampdbg emulates")
@@ -78,14 +78,14 @@ def test_the_headline_says_what_the_machine_is_good_for() -> None:
     assert headline(Machine(InstalledTorch())) == "✗ ampdbg cannot run on this machine."
 
 
-def test_several_gpus_are_counted_and_each_kind_is_judged() -> None:
+def test_equal_gpus_are_counted_and_each_gpu_model_is_judged() -> None:
     machine = with_gpus(H100, H100, T4)
     assert "2 x NVIDIA H100 80GB HBM3 (compute capability 9.0) and Tesla T4 (" in lines(machine)["GPU"]
     said = [judgment.says for judgment in judged(machine) if judgment.topic == "bfloat16"]
     assert [text.split(":")[:2] for text in said] == [[H100.name, " native"], ["Tesla T4", " none"]]
 
 
-def test_an_amd_gpu_is_not_measured_by_nvidias_scale() -> None:
+def test_an_amd_gpu_is_not_judged_by_nvidia_compute_capability() -> None:
     rocm = replace(CUDA_TORCH, imported="2.13.0+rocm6.4", cuda=None, hip="6.4", gpus=(MI250,), kernels=("gfx90a",))
     said = lines(Machine(rocm))
     assert said["torch"] == "good: 2.13.0+rocm6.4, built for ROCm 6.4; ampdbg runs on cuda:0"
@@ -94,7 +94,7 @@ def test_an_amd_gpu_is_not_measured_by_nvidias_scale() -> None:
     assert said["TF32"].endswith("no effect here, where it needs compute capability 8.0")
 
 
-def test_apples_gpu_is_named_and_not_used() -> None:
+def test_an_apple_gpu_is_reported_as_unused() -> None:
     assert "ampdbg does not use it" in lines(Machine(replace(CPU_TORCH, has_mps=True)))["GPU"]
 
 
@@ -112,7 +112,7 @@ def test_apples_gpu_is_named_and_not_used() -> None:
         ),
     ],
 )
-def test_why_torch_sees_no_gpu_is_said_as_far_as_it_is_known(machine: Machine, why: str) -> None:
+def test_the_gpu_line_gives_the_known_reason_why_torch_sees_no_gpu(machine: Machine, why: str) -> None:
     assert lines(machine)["GPU"].startswith(f"bad: NVIDIA H100 80GB HBM3 (compute capability 9.0); {why}")
 
 
@@ -120,13 +120,13 @@ def test_why_torch_sees_no_gpu_is_said_as_far_as_it_is_known(machine: Machine, w
     ("torchs", "drivers", "tone"),
     [("12.6", "12.4", "good"), ("12.6", "13.0", "good"), ("13.0", "12.8", "bad"), ("12.6", "11.4", "bad")],
 )
-def test_a_driver_serves_the_cuda_of_its_major_version_and_older(torchs: str, drivers: str, tone: str) -> None:
+def test_a_driver_serves_cuda_up_to_its_own_major_version(torchs: str, drivers: str, tone: str) -> None:
     said = lines(Machine(replace(CUDA_TORCH, cuda=torchs), Driver("1", drivers)))
     assert said["CUDA"].startswith(f"{tone}: torch's is {torchs}; driver 1 serves up to {drivers}")
 
 
 @pytest.mark.parametrize(("nvcc", "tone"), [("12.1", "good"), ("13.0", "doubtful")])
-def test_extensions_compile_with_an_nvcc_of_the_same_major_version(nvcc: str, tone: str) -> None:
+def test_nvcc_must_have_the_major_version_of_torchs_cuda(nvcc: str, tone: str) -> None:
     assert lines(Machine(CUDA_TORCH, nvcc=nvcc))["nvcc"].startswith(tone)
     assert "nvcc" not in lines(Machine(CPU_TORCH, nvcc=nvcc))
 
@@ -142,12 +142,12 @@ def test_extensions_compile_with_an_nvcc_of_the_same_major_version(nvcc: str, to
         (("of a form that is not known",), False),
     ],
 )
-def test_a_gpu_that_torch_has_no_kernels_for_is_named(kernels: tuple[str, ...], fails: bool) -> None:
+def test_a_gpu_without_torch_kernels_is_reported(kernels: tuple[str, ...], fails: bool) -> None:
     machine = Machine(replace(CUDA_TORCH, gpus=(GTX_1080,), kernels=kernels), DRIVER)
     assert ("kernels" in lines(machine)) is fails
 
 
-def test_tf32_counts_where_the_gpu_has_it() -> None:
+def test_tf32_settings_have_no_effect_below_compute_capability_8() -> None:
     assert lines(with_gpus(H100))["TF32"] == (
         "plain: torch's default: on in cudnn.allow_tf32, where FP32 has 10 bits, in FP32 replays too"
     )
@@ -162,7 +162,7 @@ FRAMEWORKS = {
 }
 
 
-def test_frameworks_that_do_the_same_share_a_line_and_nothing_unread_is_claimed() -> None:
+def test_frameworks_with_equal_behavior_share_a_line_and_unread_ones_are_named() -> None:
     def said(torch: InstalledTorch) -> list[tuple[str, str]]:
         every = judged(Machine(torch, frameworks=FRAMEWORKS))
         return [(judgment.tone, judgment.says) for judgment in every if judgment.topic == "framework"]
@@ -177,19 +177,19 @@ def test_frameworks_that_do_the_same_share_a_line_and_nothing_unread_is_claimed(
     assert said(replace(CUDA_TORCH, gpus=(H100,))) == [("plain", together), unknown]
 
 
-def test_where_torch_ships_no_header_the_tables_are_named() -> None:
+def test_op_lists_come_from_the_tables_if_torch_ships_no_header() -> None:
     tables = replace(CPU_TORCH, op_lists={"header": {}, "table": {"FP32": ["exp"], "BANNED": ["b"]}})
     assert lines(Machine(tables))["op lists"].startswith("doubtful: torch ships no autocast_mode.h")
     assert lines(Machine(CPU_TORCH))["op lists"].startswith("good: 2 ops of FP32 from torch's own")
 
 
-def test_on_a_gpu_nothing_is_emulated() -> None:
+def test_nothing_is_emulated_on_a_gpu() -> None:
     assert lines(with_gpus(H100))["emulation"].startswith("plain: none on cuda:0")
     assert lines(Machine(CPU_TORCH))["emulation"].startswith("good: CUDA's autocast on the CPU")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_a_page_fits_its_width_and_ascii(width: int) -> None:
+def test_the_doctor_page_fits_the_width_in_ascii(width: int) -> None:
     text = draw(
         page(replace(with_gpus(GTX_1080, H100), frameworks=FRAMEWORKS)), Look(width, color=False, unicode=False)
     )

@@ -1,4 +1,4 @@
-"""Records of searches, one for each way in which a search ends: made by hand where no run of runs.py ends so."""
+"""Records of searches, one for each end of a search. Those without a run in runs.py are made by hand."""
 
 import math
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def found() -> Record:
 
 
 def every_instance() -> Record:
-    """Twelve blocks need the same, by a blind search that was long."""
+    """Twelve blocks need the same pin, found by a long blind search."""
     pins = tuple(
         replace(
             ATTENTION,
@@ -139,7 +139,7 @@ def out_of_trials_without_a_set() -> Record:
 
 
 REAL = ("nothing_to_pin", "fp32_fails", "not_reproduced", "out_of_trials", "interrupted")
-"""Those of which there is a run."""
+"""The ends that a run in runs.py has."""
 
 BISECTIONS: dict[str, Callable[[], Record]] = {
     make.__name__: make

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ampdbg.record.run import Record
 from ampdbg.report.formats.text import write
-from ampdbg.report.view import CommandContext, Look
+from ampdbg.report.view import Look, CommandContext
 
 
 def rendered(
@@ -22,6 +22,6 @@ def rendered(
     top: int | None = None,
     verbose: bool = True,
 ) -> str:
-    """The record's page, for a terminal of that look; its story where it is not ``verbose``."""
+    """The record's page for a terminal with this look; only its story if not ``verbose``."""
     typed = CommandContext(config, record_path, folder, order, top, verbose=verbose)
     return write(record, typed, Look(width, color, unicode))

@@ -1,4 +1,4 @@
-"""Records and steps made by hand, for tests of single sentences; whole pages come from real runs (runs.py)."""
+"""Records and steps made by hand, for tests of single sentences. Whole pages come from real runs (runs.py)."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ NAMES = tuple(f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias
 
 
 def overflow(*indices: int, inf: int = 3, nan: int = 0, names: Sequence[str] = NAMES) -> tuple[GroupOverflow, ...]:
-    """One overflowing group a given index, each holding the parameter it is named after."""
+    """One overflowing group for each index, with the parameter that gives its name."""
     return tuple(
         GroupOverflow(index, names[index], (ParameterCounts(names[index], inf, nan, size=4096),)) for index in indices
     )
@@ -29,7 +29,7 @@ def skipped_step(number: int, scale: float, groups: tuple[GroupOverflow, ...], l
 
 
 def run(steps: Sequence[Step], **fields: object) -> Record:
-    """A scan over ``steps`` that ran to its end, of the model ``NAMES``."""
+    """A completed scan over ``steps`` of a model with the parameters ``NAMES``."""
     config = {"model": {"target": "model.py:build_model"}}
     record = Record("scan", "2025-01-02T03:04:05Z", ENVIRONMENT, config, "healthy", tuple(steps), groups=NAMES)
     record = replace(record, planned_steps=len(steps), elapsed=12.3)
@@ -48,7 +48,7 @@ def calibration() -> Record:
 
 
 def collapse() -> Record:
-    """The loss scale halves at every second step from step 10 on."""
+    """A run whose loss scale halves at every second step from step 10 on."""
     scales = [65536.0 / 2 ** max(0, (number - 9) // 2) for number in range(50)]
     steps = [
         skipped_step(number, scale, overflow(*((0, 1) if number % 4 else (0,)), inf=2 * number))

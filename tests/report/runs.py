@@ -1,8 +1,8 @@
-"""The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-records``.
+"""The runs with golden pages: cases of the zoo and examples, run in this process by ``pytest --update-records``.
 
-Their records are packed into one file beside the pages, so that a page holds only sentences that the program says.
-Whoever changes what a run finds, or how a page says it, refreshes both and reads the difference of the pages;
-``test_outcomes.py`` has what each run finds. Where two branches have changed the packed file, take either and refresh.
+One file beside the pages packs their records, so that a page has only sentences that the program prints. If you change
+the outcome of a run or the text of a page, refresh both and review the diff of the pages. ``test_outcomes.py`` has the
+outcome of each run. If two branches changed the packed file, take either version and refresh it.
 """
 
 import functools
@@ -28,13 +28,13 @@ from tests.script.scripts import PLAIN
 
 ROOT = Path(__file__).parents[2]
 PACKED = Path(__file__).parent / "golden" / "records.json.gz"
-"""One JSON object: each record by the name of its run."""
+"""One JSON object that maps the name of each run to its record."""
 
 STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 
 def zoo(command: str, name: str, **how: Any) -> Callable[[], Record]:
-    """A run of one command on a case of the zoo; what stops it with an error leaves the record of the steps before."""
+    """A run of one command on a case of the zoo. After an error it gives the record of the steps before."""
 
     def run() -> Record:
         from tests.zoo.test_zoo import config_of
@@ -57,7 +57,7 @@ def example(command: str, name: str, **how: Any) -> Callable[[], Record]:
 
 
 def script(*command: str) -> Callable[[], Record]:
-    """``ampdbg run`` of a script whose attention overflows; or a command on the step that it has captured."""
+    """``ampdbg run`` of a script whose attention overflows, or a command on the captured step."""
 
     def run() -> Record:
         with tempfile.TemporaryDirectory() as name:
@@ -75,7 +75,7 @@ def script(*command: str) -> Callable[[], Record]:
 
 
 class Interrupt(Observer):
-    """Presses Ctrl-C after a step, or after a trial."""
+    """Interrupts after the given step, or after the given number of trials."""
 
     def __init__(self, step: int | None = None, trials: int | None = None) -> None:
         self._step, self._trials = step, trials
@@ -125,7 +125,7 @@ RUNS: dict[str, Callable[[], Record]] = {
     "replay": script("replay"),
     "suggestion_capture": script("suggest-fp32"),
 }
-"""One for each kind of page, by the name of its golden file."""
+"""One run for each kind of page, by the name of its golden file."""
 
 
 @functools.cache
@@ -134,18 +134,18 @@ def _packed() -> dict[str, Any]:
 
 
 def json_of(name: str) -> str:
-    """The record of a run, as the packed file has it."""
+    """The packed record of a run, as JSON."""
     return json.dumps(_packed()[name])
 
 
 @functools.cache
 def record_of(name: str) -> Record:
-    """The record of a run, as the packed file has it."""
+    """The packed record of a run."""
     return from_json(json_of(name))
 
 
 def keep(name: str) -> None:
-    """Makes a run again and packs its record; the file stays as it is where the record does."""
+    """Repeats a run and packs its record. An unchanged record leaves the file unchanged."""
     assert "PYTEST_XDIST_WORKER" not in os.environ, "all records are one file: --update-records without --numprocesses"
     every = {**_packed(), name: json.loads(to_json(remade(name)))}
     if every != _packed():
@@ -156,13 +156,13 @@ def keep(name: str) -> None:
 
 
 def remade(name: str) -> Record:
-    """The record of a run of now."""
+    """The record of a new run."""
     return settled(RUNS[name]())
 
 
 def settled(record: Record) -> Record:
-    """The record with what differs between two runs or machines fixed."""
-    # A diff names the files from the folder that holds them and the config: here the root of the disk.
+    """The record with fixed values for the fields that differ between runs or machines."""
+    # A diff names files from the common folder of files and config, here the root of the disk.
     text = to_json(harmless(record, str(ROOT), but="\n")).replace(f"{ROOT.as_posix().lstrip('/')}/", "")
     record = from_json(text)
     if record.script is not None:

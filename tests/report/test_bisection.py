@@ -1,4 +1,4 @@
-"""The page of a search for pins: how each outcome is said, lines to paste, and what holds for every record."""
+"""The page of a search for pins: the sentence of each outcome, the next command, trials, and lines to paste."""
 
 import math
 import typing
@@ -27,7 +27,7 @@ def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_of_several_models_each_is_pinned_by_the_names_that_it_has_itself() -> None:
+def test_in_a_script_each_model_is_pinned_by_its_own_module_names() -> None:
     net = RootModel("blocks", "blocks", "the model of class Blocks that the script makes")
     of_script = replace(found(), script=ScriptRun("train.py"))
     assert 'ampdbg.pin_fp32(model, ["blocks.2.attn", "blocks.3:own"])' in plain(of_script)
@@ -40,7 +40,7 @@ def test_of_several_models_each_is_pinned_by_the_names_that_it_has_itself() -> N
         assert "blocks is the model of class Blocks that the script makes." in squeezed(text)
 
 
-def test_every_outcome_has_a_sentence_of_its_own() -> None:
+def test_every_outcome_has_a_sentence_and_a_sample_record() -> None:
     assert set(ENDINGS) == set(typing.get_args(Outcome))
     assert {BISECTIONS[name]().search.outcome for name in BISECTIONS} == set(ENDINGS)  # type: ignore[union-attr]
     assert all(rendered(make(), unicode=False).isascii() for make in BISECTIONS.values())
@@ -65,20 +65,20 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_the_verdict_is_one_exact_sentence(name: str) -> None:
+def test_the_headline_of_a_search_is_the_exact_sentence(name: str) -> None:
     chosen, fields, sentence = SENTENCES[name]
     record = searched(replace(FOUND, **fields), pins=chosen)  # type: ignore[arg-type]
     assert plain(record, width=200).splitlines()[0] == sentence
 
 
-def test_where_no_step_was_taken_it_is_not_said_that_none_failed() -> None:
+def test_no_step_failed_is_claimed_only_if_a_step_was_taken() -> None:
     nothing = BISECTIONS["nothing_to_pin"]()
     assert plain(nothing).startswith("? Nothing to pin yet: 12 of 12 steps were skipped")
     taken = replace(nothing, steps=(*nothing.steps[:2], healthy_step(2)), verdict="healthy")
     assert plain(taken).startswith("✓ Nothing to pin: no step failed; 2 of 3 steps were skipped")
 
 
-def test_a_set_that_failed_on_a_further_batch_alone_still_holds() -> None:
+def test_only_a_failed_second_replay_weakens_the_headline() -> None:
     assert "need FP32" in plain(found(), width=200).splitlines()[0]
     assert "but not in a second replay" in plain(BISECTIONS["not_again"](), width=200).splitlines()[0]
 
@@ -106,12 +106,12 @@ NEXT = {
 
 
 @pytest.mark.parametrize("name", NEXT)
-def test_the_next_command_is(name: str) -> None:
+def test_the_next_command_matches_the_end_of_the_search(name: str) -> None:
     record, config, command = NEXT[name]
     assert plain(record, 200, config).splitlines()[-1] == f"  ampdbg {command}"
 
 
-def test_where_no_set_helps_lines_outside_of_the_modules_are_pinned_too() -> None:
+def test_pins_outside_of_modules_suggest_a_patch_if_no_set_helps() -> None:
     assert OUTSIDE.search is not None
     record = replace(OUTSIDE, search=replace(OUTSIDE.search, outcome="no-set-helps"))
     assert plain(record).endswith("  ampdbg suggest-fp32 .ampdbg/b.json\n")
@@ -122,14 +122,14 @@ def test_a_search_that_never_began_is_reported_like_a_scan() -> None:
     assert plain(INTERRUPTED).startswith("! Interrupted after 12 of 50 steps.")
 
 
-def test_where_no_record_was_written_the_patch_is_made_from_the_config() -> None:
+def test_without_a_record_file_the_next_command_uses_the_config() -> None:
     text = rendered(found(), config="config.yaml --steps 5", record_path="")
     assert text.splitlines()[-1].strip() == "ampdbg suggest-fp32 config.yaml --steps 5"
     assert "Next:" not in rendered(found(), config="--module model.py", record_path="")
 
 
 @pytest.mark.parametrize("width", [40, 50, 69])
-def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int) -> None:
+def test_a_narrow_terminal_omits_the_costs_and_breaks_no_word(width: int) -> None:
     text = plain(found(), width=width)
     assert "FLOPs  activations" not in text
     assert "bmm · model.py:41\n" in text
@@ -139,7 +139,7 @@ def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int
     assert "FLOPs  activations" in plain(found(), width=70)
 
 
-def test_of_a_step_that_ended_before_its_loss_the_table_has_what_stands_for_it() -> None:
+def test_the_table_of_a_step_without_a_loss_compares_module_outputs() -> None:
     steps = (healthy_step(0), replace(skipped_step(3, 65536.0, ()), loss=math.nan))
     record = replace(found(), steps=steps, investigations=(Investigation(3, "loss", LOST, reach="modules"),))
     table = squeezed(plain(record).split("The failing step\n")[1].split("\n\n")[0])
@@ -147,7 +147,7 @@ def test_of_a_step_that_ended_before_its_loss_the_table_has_what_stands_for_it()
     assert "as it ran NaN in FP32 2.31" in squeezed(plain(replace(record, investigations=())))
 
 
-def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
+def test_a_value_beyond_fp16_is_compared_with_the_limit_it_breaks() -> None:
     def shown(value: float) -> str:
         pin = replace(ATTENTION, sites=(replace(ATTENTION.sites[0], value=value),))
         record = searched(FOUND, pins=(pin,))
@@ -160,14 +160,14 @@ def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
     assert "12 in FP32" not in shown(12.0)
 
 
-def test_a_pin_in_which_nothing_was_seen_is_not_blamed() -> None:
+def test_a_pin_without_a_failing_op_is_not_blamed_for_the_finding() -> None:
     text = plain(searched(FOUND, pins=(Pin("head", reason=0, without="loss NaN"),)))
     assert "no op of its own fails" in text
     assert "without it: loss NaN" in text
     assert OVERFLOW.code not in text
 
 
-def test_a_trial_of_a_large_set_is_named_by_what_it_leaves_out() -> None:
+def test_a_trial_of_a_large_set_is_named_by_the_pins_it_omits() -> None:
     names = tuple(f"blocks.{number}" for number in range(5))
     tried = (trial(names, "candidates"), trial((*names[:3], names[4]), "with fewer", "loss NaN"))
     text = plain(searched(FOUND, pins=tuple(map(Pin, names)), trials=tried))
@@ -181,13 +181,13 @@ NAMES |= st.sampled_from([":own", "*", "blocks.*:own", "1", "1.5", "on", "null",
 
 
 @given(st.lists(NAMES, unique=True), st.lists(NAMES, unique=True))
-def test_the_lines_to_paste_are_the_pins_in_yaml(already: list[str], names: list[str]) -> None:
+def test_the_yaml_lines_to_paste_contain_old_and_new_pins(already: list[str], names: list[str]) -> None:
     lines = pins_yaml(names, {"precision": {"pins": already}})
     every = list(dict.fromkeys([*already, *names]))
     assert read_yaml("\n".join(lines)).data == {"precision": {"pins": every or None}}
 
 
-def test_costs_that_were_not_measured_are_left_open() -> None:
+def test_unmeasured_costs_of_a_pin_are_dashes() -> None:
     pin = Pin("head", sites=(PinSite("backward", "head.proj", "aten.mm.default", None, None),), cost=None)
     row = next(line for line in plain(searched(FOUND, pins=(pin, ATTENTION))).splitlines() if "head  " in line)
     assert row.split()[-2:] == ["-", "-"]

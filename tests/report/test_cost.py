@@ -1,4 +1,4 @@
-"""The page of a comparison of levels: what stands in it, and that every record has one."""
+"""The page of a comparison of levels: headline, table cells, and the next command."""
 
 import math
 from dataclasses import replace
@@ -74,7 +74,7 @@ def test_the_headline_names_the_smallest_level_that_trains() -> None:
         (300, 0.2, "? bfloat16 trains, but in no less memory than FP32, at 0.50 times its speed."),
     ],
 )
-def test_a_ratio_that_is_no_gain_is_not_sold_as_one(activations: int, seconds: float | None, headline: str) -> None:
+def test_the_headline_claims_only_real_gains(activations: int, seconds: float | None, headline: str) -> None:
     fp32, lower = (
         replace(one, seconds=seconds and second, memory=StepMemory(0, 0, 0, 0, 0, size * MB))
         for one, second, size in ((LEVELS[0], 0.1, 300), (LEVELS[4], seconds, activations))
@@ -90,7 +90,7 @@ def test_a_ratio_that_is_no_gain_is_not_sold_as_one(activations: int, seconds: f
         (replace(LEVELS[1], skipped=0), "✗ forward-overflow in"),
     ],
 )
-def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: str) -> None:
+def test_only_an_error_finding_marks_a_level_as_failed(level: LevelCost, said: str) -> None:
     assert f"O1        {said}" in rendered(replace(ON_CPU, costs=Costs((LEVELS[0], level, LEVELS[4]))))
 
 
@@ -107,21 +107,21 @@ def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: st
         (1e-5, 0.0, "0.001%*"),
     ],
 )
-def test_only_what_is_within_the_noise_has_no_star(apart: float, noise: float | None, said: str) -> None:
+def test_a_distance_to_fp32_beyond_the_noise_has_a_star(apart: float, noise: float | None, said: str) -> None:
     one = replace(LEVELS[4], apart=apart, noise=noise)
     assert rendered(replace(ON_CPU, costs=Costs((LEVELS[0], one)))).splitlines()[5].split()[4] == said
 
 
-def test_in_60_columns_no_word_or_number_is_cut() -> None:
+def test_in_60_columns_no_cell_is_cut() -> None:
     assert "…" not in rendered(ON_CPU, width=60)
 
 
-def test_a_binary_budget_is_shown_as_it_was_typed() -> None:
+def test_a_binary_memory_budget_keeps_its_binary_unit() -> None:
     text = rendered(replace(ON_CPU, costs=Costs(LEVELS, batch=32, budget=16 * 2**30)))
     assert "The largest batch in 16 GiB, by doubling\n" in text
 
 
-def test_where_fp32_did_not_run_nothing_is_said_to_be_a_share_of_it() -> None:
+def test_without_an_fp32_measurement_no_share_of_fp32_is_shown() -> None:
     text = rendered(replace(ON_CPU, costs=Costs((replace(LEVELS[0], memory=None, error="raised"), *LEVELS[1:]))))
     assert "trains in - of" not in text
     assert [line.split()[-1] for line in text.splitlines() if "━" in line and "B" in line] == ["-", "-", "-"]
@@ -148,5 +148,5 @@ def ends_in(code: str, verdict: Verdict) -> tuple[LevelCost, ...]:
         ((replace(LEVELS[4], verdict="other"),), f"{AT_O1} --set precision.dtype=bfloat16"),
     ],
 )
-def test_the_next_command_is_about_what_does_not_train(levels: tuple[LevelCost, ...], command: str) -> None:
+def test_the_next_command_is_for_the_first_level_that_fails(levels: tuple[LevelCost, ...], command: str) -> None:
     assert rendered(replace(ON_CPU, costs=Costs(levels))).splitlines()[-1] == f"  {command}"

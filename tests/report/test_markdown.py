@@ -1,4 +1,4 @@
-"""Markdown for an issue, rendered by GitHub's own parser: short, folded, and every name as text."""
+"""Markdown for an issue, rendered by GitHub's own parser: length, folding, and escaped names."""
 
 import html
 import re
@@ -49,7 +49,7 @@ MARKUP = {
 
 
 def rendered(text: str) -> str:
-    """As GitHub's parser has it, raw HTML with it."""
+    """The HTML of GitHub's parser, including raw HTML."""
     shown: str = cmarkgfm.github_flavored_markdown_to_html(text, options=Options.CMARK_OPT_UNSAFE)
     return shown
 
@@ -66,7 +66,7 @@ OURS = set("h3 p strong code pre ul li details summary table thead tbody tr th t
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
+def test_every_markdown_report_is_short_and_uses_only_known_tags(name: str) -> None:
     text = markdown(record_of(name))
     page = Parsed(rendered(text))
     assert len(text) < 20_000
@@ -75,7 +75,7 @@ def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
     assert text.count("<details>") == text.count("</details>") == page.tags.count("details")
 
 
-def test_the_story_is_open_and_the_rest_is_folded() -> None:
+def test_the_story_is_unfolded_and_the_tables_are_folded() -> None:
     page = rendered(markdown(record_of("scan_forward_overflow")))
     opened = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
     assert "reaches 8,747,140 in FP32" in opened
@@ -84,14 +84,14 @@ def test_the_story_is_open_and_the_rest_is_folded() -> None:
     assert "<td>attn.qkv.weight</td>" in page
 
 
-def test_a_patch_is_a_diff_that_can_be_copied() -> None:
+def test_the_patch_is_an_exact_diff_in_a_code_block() -> None:
     page = rendered(markdown(record_of("suggestion")))
     (diff,) = re.findall(r'<pre lang="diff"><code>(.*?)</code></pre>', page, flags=re.DOTALL)
     assert "\n+                scores = q.float() @ k.float().transpose(-2, -1)" in html.unescape(diff)
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), *MARKUP.values()], ids=[*HOSTILE, *MARKUP])
-def test_a_name_is_shown_and_does_nothing(text: str) -> None:
+def test_user_names_create_no_tags_links_or_mentions(text: str) -> None:
     said = markdown(hostile_record(text))
     page = rendered(said)
     assert all(line.isprintable() for line in said.splitlines())
@@ -102,17 +102,17 @@ def test_a_name_is_shown_and_does_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", MARKUP.values(), ids=MARKUP)
-def test_what_is_escaped_reads_as_it_was(text: str) -> None:
+def test_escaped_markup_renders_as_the_original_text(text: str) -> None:
     for page in (escaped(text), f"| a |\n| --- |\n| {escaped(text)} |"):
         assert squeezed(text) in squeezed(Parsed(rendered(page)).text)
 
 
 @given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126), min_size=1))
-def test_any_text_reads_as_it_was(text: str) -> None:
+def test_every_escaped_ascii_text_renders_unchanged(text: str) -> None:
     assert squeezed(Parsed(rendered(escaped(text))).text) == squeezed(text)
 
 
-def test_what_an_issue_has_no_room_for_is_left_out_and_named() -> None:
+def test_a_markdown_report_stays_below_githubs_size_limit() -> None:
     many = tuple(Finding("true-nan", "error", step, "forward", "x" * 900) for step in range(200))
     text = markdown(run([], findings=(*many,), error="y" * 200_000))
     assert len(text) < MOST_CHARACTERS + 1000 < 65_000 + 1

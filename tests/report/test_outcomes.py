@@ -1,4 +1,4 @@
-"""What each golden run finds, field by field: in the packed records, and in runs made again."""
+"""The outcome of each golden run, field by field: in the packed records and in new runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +17,15 @@ BMM, CAST = "aten.bmm.default", "aten._to_copy.default"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is compared of a record.
+    """The compared fields of a record.
 
-    ``findings``: code, severity, step, phase, module, op, line and, of what follows from another finding, which.
-    ``steps``: how many, how many of them were skipped, and the loss scale of the last.
+    ``findings``: code, severity, step, phase, module, op and line; for an effect, also the index of its root.
+    ``steps``: their number, the number of skipped steps, and the last loss scale.
     ``pins``: name, and phase, op and line of each op that it keeps in FP32.
     ``search``: strategy, outcome, step, whether the set is minimal, trials, and further batches that it cures.
-    ``patch``: files, places in them, whether it is proven, and by how many checks.
-    ``levels``: name, verdict, skipped steps, by how much the batch may grow, and code and module of its finding.
-    ``ranges``: the lines where an overflow starts; the lowest loss scale that would work, and the highest.
+    ``patch``: files, places in them, whether it is proven, and the number of checks.
+    ``levels``: name, verdict, skipped steps, the multiple of the batch that fits, and its finding's code and module.
+    ``ranges``: the lines where an overflow starts, and the lowest and the highest working loss scale.
     """
 
     verdict: str = "precision"
@@ -186,14 +186,14 @@ OUTCOMES = {
 }
 
 QUICK = ("scan_mask_constant", "scan_bad_weights", "scan_interrupted", "ranges_overflow", "ranges_no_scale")
-"""Those of a tenth of a second. The other scans' roots are held by tests/zoo, the sets of pins by tests/pinning."""
+"""Runs of a tenth of a second. tests/zoo checks the roots of the other scans, and tests/pinning the sets of pins."""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_packed_record_holds_what_its_run_finds(name: str) -> None:
+def test_the_packed_record_of_a_run_has_the_expected_outcome(name: str) -> None:
     assert outcome(record_of(name)) == OUTCOMES[name]
 
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, RUNS))
-def test_a_run_finds_it_again(name: str) -> None:
+def test_a_new_run_has_the_expected_outcome(name: str) -> None:
     assert outcome(remade(name)) == OUTCOMES[name]

@@ -1,6 +1,6 @@
-"""Golden pages and screens, of real runs and of what is no run, in every look; ``pytest --update-golden`` draws them.
+"""Golden pages of runs and golden screens of other commands, in every look; ``pytest --update-golden`` draws them.
 
-``init`` and ``schema`` print text that no width changes, and ``report`` the screen of the command whose record it has.
+``init`` and ``schema`` print text independent of the width, and ``report`` the screen of the record's command.
 """
 
 import re
@@ -36,7 +36,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 TO_COPY = re.compile(r" *(ampdbg |Record: |Details: )|    ")
-"""How the lines begin that are never cut nor wrapped: commands, paths, and code."""
+"""Start of the lines that are never cut or wrapped: commands, paths, and code."""
 
 LOOK = Look(80, color=False, unicode=True)
 
@@ -44,7 +44,7 @@ Screen = Callable[[Look], str]
 
 
 def page(record: Callable[[], Record], *, verbose: bool) -> Screen:
-    """The page of a record, which is read when its test runs: --update-golden may have made it again."""
+    """The page of a record. The record is read when the test runs, because --update-golden may replace it."""
 
     def drawn(look: Look) -> str:
         path = "r" if verbose else f"20250102T030405Z-{record().command}"
@@ -69,7 +69,7 @@ RECORDS: dict[str, Callable[[], Record]] = {name: partial(record_of, name) for n
 RECORDS |= {"cost_cpu": lambda: ON_CPU, "cost_gpu": on_gpu}
 PAGES = {name: page(record, verbose=True) for name, record in RECORDS.items()}
 STORIES = {f"stories/{name}": page(RECORDS[name], verbose=False) for name in (*RUNS, "cost_gpu")}
-"""What a command prints that is not asked for all."""
+"""The output of a command without ``--verbose``."""
 
 SCREENS: dict[str, Screen] = {
     **PAGES,
@@ -82,7 +82,7 @@ SCREENS: dict[str, Screen] = {
 }
 COLOURED = ["scan_forward_overflow", "ranges_example", "bisect_example", "suggestion", "cost"]
 COLOURED = [*(f"stories/{name}" for name in COLOURED), "compare", "doctor", "explain", "lint"]
-"""One of each kind of page."""
+"""One page of each kind."""
 
 WIDE = [
     "scan_runaway_scale",
@@ -96,7 +96,7 @@ WIDE = [
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_a_screen_is_its_golden_file(name: str, golden: Golden, request: pytest.FixtureRequest) -> None:
+def test_every_screen_equals_its_golden_file(name: str, golden: Golden, request: pytest.FixtureRequest) -> None:
     if name in RUNS and request.config.getoption("--update-records"):
         keep(name)
     text = SCREENS[name](LOOK)
@@ -105,24 +105,24 @@ def test_a_screen_is_its_golden_file(name: str, golden: Golden, request: pytest.
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_a_wide_terminal_is_used(name: str, golden: Golden) -> None:
+def test_wide_screens_equal_their_golden_files(name: str, golden: Golden) -> None:
     golden(GOLDEN / f"{name}_140.txt", SCREENS[name](replace(LOOK, width=140)))
 
 
 @pytest.mark.parametrize("name", COLOURED)
-def test_what_matters_has_a_colour(name: str, golden: Golden) -> None:
+def test_colored_screens_equal_their_golden_files(name: str, golden: Golden) -> None:
     golden(GOLDEN / f"{name}.ansi", SCREENS[name](replace(LOOK, color=True)))
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_it_fits_except_for_what_is_there_to_copy(name: str) -> None:
+def test_every_screen_fits_its_width_except_for_lines_to_copy(name: str) -> None:
     for width in (40, 60, 80, 140) if name in STORIES else (60, 80, 140):
         lines = SCREENS[name](replace(LOOK, width=width)).splitlines()
         assert [line for line in lines if len(line) > width and not TO_COPY.match(line)] == []
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_without_unicode_it_is_drawn_in_ascii_and_colour_changes_no_character(name: str) -> None:
+def test_screens_can_be_ascii_and_color_changes_no_character(name: str) -> None:
     assert SCREENS[name](replace(LOOK, unicode=False)).isascii()
     colored = SCREENS[name](replace(LOOK, color=True))
     assert "\x1b[" in colored
@@ -130,7 +130,7 @@ def test_without_unicode_it_is_drawn_in_ascii_and_colour_changes_no_character(na
 
 
 @pytest.mark.parametrize("name", ["scan_forward_overflow", "bisect_example", "scan_true_nan"])
-def test_a_story_says_nothing_else_than_the_whole_page(name: str) -> None:
+def test_the_verdict_and_remedy_of_a_story_are_on_the_whole_page(name: str) -> None:
     whole, story = (SCREENS[path](replace(LOOK, width=200)) for path in (name, f"stories/{name}"))
     said = [" ".join(line.split()) for line in story.splitlines() if "✗" in line or "Remedy" in line]
     assert said
@@ -139,7 +139,7 @@ def test_a_story_says_nothing_else_than_the_whole_page(name: str) -> None:
 
 @pytest.mark.parametrize("verdict", ["healthy", "precision", "other", "inconclusive"])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_record_that_has_lost_its_findings_has_a_page(name: str, verdict: Verdict) -> None:
+def test_a_record_without_its_findings_still_has_a_page(name: str, verdict: Verdict) -> None:
     lost = replace(record_of(name), findings=(), verdict=verdict)
     text = page(lambda: lost, verbose=True)(LOOK)
     assert text.strip()
@@ -151,11 +151,11 @@ UNCLEAR = re.compile(
     r"|\bmust run in FP32\b|\bis to be\b|\bhas not got\b|\bnothing was found\b",
     re.IGNORECASE,
 )
-"""Passives without an actor, and words that the reports have plainer ones for."""
+"""Passives without an actor, and words with a plainer form in the reports."""
 
 
 def nan_only(record: Record) -> Record:
-    """The record as if every inf had been a NaN, diagnosed again, without the replays that show overflows."""
+    """The record with every inf turned into NaN, without replays that show overflows, diagnosed again."""
     steps = tuple(map(_step, record.steps))
     return diagnose(replace(record, steps=steps, findings=(), investigations=(), verdict="inconclusive"))
 
@@ -174,19 +174,19 @@ SCANS = [name for name in RUNS if name.startswith("scan_") and name != "scan_mas
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_a_run_with_nan_alone_is_diagnosed_and_shown_without_the_word_overflow(name: str) -> None:
+def test_a_run_with_nan_only_is_diagnosed_without_the_word_overflow(name: str) -> None:
     record = nan_only(record_of(name))
     assert record.findings or not any(step.skipped for step in record.steps)
     assert "overflow" not in rendered(record).lower()
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_sentence_is_plain(name: str) -> None:
+def test_no_page_contains_an_unclear_phrase(name: str) -> None:
     text = " ".join(PAGES[name](LOOK).split())
     assert UNCLEAR.findall(text) == []
 
 
-def test_the_words_that_are_looked_for_are_found() -> None:
+def test_the_unclear_phrases_are_recognized() -> None:
     said = "no op was seen to go wrong in it, and 2 modules must run in FP32"
     assert len(list(UNCLEAR.finditer(said))) == 3
 

@@ -1,4 +1,4 @@
-"""The page of a range profile: orders, bars, and what holds for every record."""
+"""The page of a range profile: the order of sites, the headline, working loss scales, and notes."""
 
 import math
 from dataclasses import replace
@@ -60,23 +60,23 @@ def plain(record: Record, order: Order = "tightest", top: int = 10) -> str:
 
 
 def rows(text: str) -> list[str]:
-    """Module and op of each site, as listed."""
+    """Module and op of each site, in the listed order."""
     return [line.split("│")[2][1:].strip().partition(" · model")[0] for line in text.splitlines() if "│" in line]
 
 
-def test_the_tightest_come_first_and_the_order_of_execution_is_there_on_request() -> None:
+def test_sites_are_listed_by_headroom_or_on_request_in_order_of_execution() -> None:
     first, second, third = "blocks.0 · add", "blocks.1.norm1 · to_copy", "head · mul"
     assert rows(plain(overflowing(), top=3)) == [third, first, second]
     assert rows(plain(overflowing(), "execution", 3)) == [first, second, third]
 
 
-def test_what_starts_an_overflow_comes_before_the_masks_that_are_further_beyond() -> None:
+def test_sites_that_start_an_overflow_are_listed_before_carried_overflows() -> None:
     masks = [site(10 + at, f"blocks.{at}", "aten.mul.Tensor", 1e9, 40, "", overflow="carried") for at in range(30)]
     listed = rows(plain(diagnose_ranges(replace(overflowing(), sites=(*masks, *SITES))), top=3))
     assert listed == ["head · mul", "blocks.0 · add", "blocks.0 · mul"]
 
 
-def test_a_mask_of_the_lowest_number_leaves_what_is_computed_its_headroom() -> None:
+def test_masks_of_fp16s_lowest_number_do_not_count_as_lost_headroom() -> None:
     masks = [site(10 + at, f"blocks.{at}", "aten.masked_fill.Scalar", 65536.0, 40, "") for at in range(5)]
     masks = [replace(mask, headroom_bits=-0.0, overflow="carried") for mask in masks]
     text = plain(diagnose_ranges(replace(overflowing(), sites=(SITES[0], *masks))), top=2)
@@ -85,7 +85,7 @@ def test_a_mask_of_the_lowest_number_leaves_what_is_computed_its_headroom() -> N
 
 
 @pytest.mark.parametrize(("own", "told"), [(2.0, "below"), (4.0, ""), (16384.0, ""), (32768.0, "above")])
-def test_a_captured_step_with_another_scale_than_those_that_work_is_told_of(own: float, told: str) -> None:
+def test_the_page_states_if_a_captured_steps_scale_is_outside_the_working_scales(own: float, told: str) -> None:
     sites = tuple(each for each in SITES if each.overflow != "starts")
     step = Step(3, 1.0, own, False, False)
     of_script = replace(overflowing(), sites=sites, script=ScriptRun("train.py"), steps=(step,))
@@ -94,7 +94,7 @@ def test_a_captured_step_with_another_scale_than_those_that_work_is_told_of(own:
     assert not told or f"work; the step's own scale, {number(own)}, is {told} them." in text
 
 
-def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
+def test_the_headline_states_an_interrupt_or_an_autocast_error() -> None:
     stopped = replace(overflowing(), sites=(), findings=(), interrupted=True)
     assert plain(stopped).startswith("! Interrupted after 0 of 1 step, before the ranges were measured.")
     error = AutocastError("misuse-bce", 0, "unsafe to autocast")
@@ -129,7 +129,7 @@ CHECKED = {
 
 
 @pytest.mark.parametrize(("checks", "said"), CHECKED.values(), ids=CHECKED)
-def test_a_step_that_is_not_finite_has_no_loss_scale_that_works(checks: tuple[Replay, ...], said: str) -> None:
+def test_the_page_of_a_nonfinite_step_states_no_working_loss_scales(checks: tuple[Replay, ...], said: str) -> None:
     text = plain(diagnose_ranges(replace(healthy(), checks=checks)))
     assert " ".join(text.split()).startswith(said)
     assert "Loss scales" not in text
@@ -170,7 +170,7 @@ IN_BFLOAT16 = {
 
 
 @pytest.mark.parametrize(("sites", "checks", "said", "command"), IN_BFLOAT16.values(), ids=IN_BFLOAT16)
-def test_the_first_sentence_of_a_step_in_bfloat16_is_whether_it_would_train_in_fp16(
+def test_the_headline_of_a_bfloat16_step_states_whether_fp16_would_train(
     sites: tuple[Site, ...], checks: tuple[Replay, ...], said: str, command: str
 ) -> None:
     wide = tuple(replace(one, dtype="bfloat16") for one in sites)
@@ -184,13 +184,13 @@ def test_the_first_sentence_of_a_step_in_bfloat16_is_whether_it_would_train_in_f
     assert "Next:" not in plain(captured)
 
 
-def test_what_is_found_in_a_captured_step_has_its_number() -> None:
+def test_findings_in_a_captured_step_have_the_number_of_the_step() -> None:
     captured = replace(healthy(), script=ScriptRun("train.py"), steps=(Step(3, 1.0, 16.0, False, False),))
     (finding,) = diagnose_ranges(replace(captured, checks=(WIDE, replace(HALF, loss=math.nan)))).findings
     assert finding.step == 3
     assert {finding.step for finding in diagnose_ranges(replace(captured, sites=SITES)).findings} == {3}
 
 
-def test_notes_are_printed() -> None:
+def test_the_page_prints_the_notes_of_a_record() -> None:
     record = replace(healthy(), unseen=Unseen(notes=("module 'a' is compiled; its eager code was analysed",)))
     assert "Note: module 'a' is compiled; its eager code was analysed\n" in plain(record)

@@ -1,4 +1,4 @@
-"""SARIF: what code scanning reads, held against the standard's own schema."""
+"""SARIF logs for code scanning, validated against the standard's schema."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ LOOK = Look(80, color=False, unicode=True)
 
 
 def mistakes(document: object) -> list[str]:
-    """Where the document is not what the schema says."""
+    """The violations of the schema in the document."""
     return [f"{error.json_path}: {error.message}" for error in Draft4Validator(SCHEMA).iter_errors(document)]
 
 
@@ -47,11 +47,11 @@ OVERFLOW = Finding("forward-overflow", "error", 3, "forward", SAYS, REMEDY, "blo
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_record_makes_a_valid_log(name: str) -> None:
+def test_every_golden_record_makes_a_valid_log(name: str) -> None:
     assert mistakes(written_log(record_of(name))) == []
 
 
-def test_a_log_with_every_code_and_one_of_another_version_is_valid() -> None:
+def test_a_log_with_every_code_and_an_unknown_code_is_valid() -> None:
     every = [Alert(code, "warning", "m", "a.py", 1, 2, "x", "net") for code in (*CODES, "from-the-future")]
     document = log(every, "/home/me")
     assert mistakes(document) == []
@@ -60,7 +60,7 @@ def test_a_log_with_every_code_and_one_of_another_version_is_valid() -> None:
     assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in document["runs"][0]["results"])
 
 
-def test_the_schema_refuses_what_is_none() -> None:
+def test_the_schema_rejects_an_unknown_level() -> None:
     document = log([Alert("true-nan", "error", "m", "a.py", 1)], "")
     document["runs"][0]["results"][0]["level"] = "fatal"
     assert len(mistakes(document)) == 1
@@ -70,7 +70,7 @@ def test_a_healthy_run_has_no_results() -> None:
     assert found(healthy()) == []
 
 
-def test_an_alert_stands_at_its_line_in_the_repository() -> None:
+def test_an_alert_has_the_message_module_and_line_of_its_finding() -> None:
     (result,) = found(run([], findings=(OVERFLOW,)))
     assert (result["ruleId"], result["level"]) == ("forward-overflow", "error")
     assert result["message"]["text"] == f"{SAYS} (step 3, forward)\nRemedy: {REMEDY}"
@@ -92,7 +92,7 @@ def test_an_alert_stands_at_its_line_in_the_repository() -> None:
         ("a.py", "", "a.py"),
     ],
 )
-def test_a_file_is_named_from_the_folder(path: str, folder: str, uri: str) -> None:
+def test_the_uri_of_a_file_is_relative_to_the_folder_if_the_file_is_inside(path: str, folder: str, uri: str) -> None:
     document = log([Alert("true-nan", "error", "m", path, 1)], folder)
     assert mistakes(document) == []
     place = document["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]
@@ -100,13 +100,13 @@ def test_a_file_is_named_from_the_folder(path: str, folder: str, uri: str) -> No
     assert ("uriBaseId" in place) == (bool(folder) and not uri.startswith("file:"))
 
 
-def test_what_follows_from_a_finding_is_part_of_it() -> None:
+def test_the_message_of_a_finding_includes_its_effects() -> None:
     effect = Finding("scale-collapse", "error", 3, "backward", "the loss scale keeps falling", root=0)
     (result,) = found(run([], findings=(OVERFLOW, effect)))
     assert result["message"]["text"].endswith("\nThen scale-collapse at step 3: the loss scale keeps falling")
 
 
-def test_a_finding_without_a_line_stands_on_what_was_run() -> None:
+def test_a_finding_without_a_line_is_placed_at_the_model_file_or_the_script() -> None:
     bare = replace(OVERFLOW, source=None)
     (of_config,) = alerts(run([], findings=(bare,), config_folder="configs"))
     assert (of_config.path, of_config.line) == ("configs/model.py", 1)
@@ -116,13 +116,13 @@ def test_a_finding_without_a_line_stands_on_what_was_run() -> None:
     assert "physicalLocation" not in found(of_package)[0]["locations"][0]
 
 
-def test_no_message_holds_a_placeholder_or_a_link() -> None:
+def test_placeholders_and_links_in_a_message_are_escaped() -> None:
     (result,) = log([Alert("true-nan", "error", "x {0} [see](http://x) {a}")], "")["runs"][0]["results"]
     assert result["message"]["text"] == "x {{0}} [see] (http://x) {{a}}"
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_names_of_the_users_world_are_data(text: str) -> None:
+def test_user_texts_in_a_log_are_printable(text: str) -> None:
     document = written_log(hostile_record(text))
     assert mistakes(document) == []
     for string in strings(document):
@@ -137,6 +137,6 @@ def strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_a_log_is_text_in_ascii() -> None:
+def test_a_log_is_ascii_text() -> None:
     assert json.loads(to_json({"a": "é\u202e"})) == {"a": "é\u202e"}
     assert to_json({"a": "é\u202e"}).isascii()

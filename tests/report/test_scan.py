@@ -1,4 +1,4 @@
-"""The page of a scan or script: which groups overflowed, single sentences, and the command that comes next."""
+"""The page of a scan or script: the overflowing groups, single sentences, and the next command."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def said(lines: tuple[StyledLine, ...]) -> str:
     ],
     ids=["every group", "a tenth spared", "no overflow"],
 )
-def test_a_step_that_hits_nearly_every_group_is_another_kind(
+def test_steps_that_hit_nearly_every_group_are_counted_and_not_listed(
     counts: tuple[int, ...], everywhere: str, listed: int
 ) -> None:
     steps = [skipped_step(at, 4.0, overflow(*range(count))) for at, count in enumerate(counts) if count]
@@ -41,14 +41,14 @@ def test_a_step_that_hits_nearly_every_group_is_another_kind(
     assert {row[2] for row in table.rows} == {"1"} if listed else table.columns == ()
 
 
-def test_a_parameter_without_a_gradient_cannot_be_hit() -> None:
+def test_parameters_without_a_gradient_do_not_count_towards_all_groups() -> None:
     step = skipped_step(0, 4.0, overflow(*range(28)))
     untrained = Unseen(parameters_without_gradient=NAMES[30:])
     assert "at once in 1 step" in said(group_table(run([step], unseen=untrained)).below)
     assert "at once" not in said(group_table(run([step])).below)
 
 
-def test_a_model_of_few_groups_is_listed_group_by_group() -> None:
+def test_all_groups_of_a_small_model_are_listed_even_if_all_overflow() -> None:
     table = group_table(run([skipped_step(0, 4.0, overflow(0, 1))], groups=NAMES[:2]))
     assert (table.below, len(table.rows)) == ((), 2)
 
@@ -58,7 +58,7 @@ def test_the_narrowest_step_is_the_earliest_with_the_fewest_groups() -> None:
     assert said(group_table(run(steps)).above).startswith("Step 1 affects the fewest groups, 2 of 38: ")
 
 
-def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_numbers() -> None:
+def test_a_page_of_two_optimizers_has_iterations_and_numbers_for_each() -> None:
     steps = [skipped_step(0, 65536.0, overflow(0)), *(healthy_step(number) for number in range(1, 12))]
     apart = [
         replace(step, optimizer=step.step % 2, others=(step.step + 1) // 2, loss=3.0 + step.step % 2) for step in steps
@@ -73,7 +73,7 @@ def test_of_several_optimizers_the_page_counts_iterations_and_has_each_ones_own_
     assert "optimizer 1: 0 skipped, gradient norm" in said
 
 
-def test_a_loss_is_said_to_be_a_sum_where_the_steps_have_unlike_many_passes() -> None:
+def test_the_loss_is_labeled_a_sum_if_the_steps_have_different_numbers_of_passes() -> None:
     first, last = healthy_step(0), replace(healthy_step(1), loss=60.0, passes=16)
     assert "loss 4.2 to 60 (sums over 1 and 16 passes) ·" in " ".join(rendered(run([first, last])).split())
     assert "passes" not in rendered(run([replace(first, passes=16), last]))
@@ -88,7 +88,7 @@ def test_an_optimizer_without_a_scaler_is_not_in_the_chart_of_the_loss_scale() -
     assert "1 ┤" not in text
 
 
-def test_groups_are_sorted_by_first_step_then_most_often_then_place() -> None:
+def test_groups_are_sorted_by_first_step_then_frequency_then_position() -> None:
     steps = [skipped_step(at, 4.0, overflow(*hit)) for at, hit in enumerate(((5, 6, 7), (1, 6), (1,)))]
     rows = [(row[0], row[2], row[1]) for row in group_table(run(steps)).rows]
     order = [(6, "0", "2 of 3"), (5, "0", "1 of 3"), (7, "0", "1 of 3"), (1, "1", "2 of 3")]
@@ -97,14 +97,14 @@ def test_groups_are_sorted_by_first_step_then_most_often_then_place() -> None:
     ]
 
 
-def test_counts_are_those_of_the_worst_step() -> None:
+def test_the_counts_of_a_group_are_those_of_its_worst_step() -> None:
     mild = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 0, 10),))
     bad = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 1, 10), ParameterCounts("net.weight", 40, 50, 100)))
     steps = [skipped_step(0, 4.0, (mild,)), skipped_step(1, 2.0, (bad,)), skipped_step(2, 1.0, (mild,))]
     assert group_table(run(steps)).rows == (("net (worst: net.weight)", "3 of 3", "0", "41", "51", "83.6%"),)
 
 
-def test_groups_of_the_same_name_stay_apart() -> None:
+def test_groups_with_the_same_name_have_separate_rows() -> None:
     twins = tuple(replace(group, name="0") for group in overflow(0, 1))
     assert len(group_table(run([skipped_step(0, 4.0, twins)])).rows) == 2
 
@@ -141,17 +141,17 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_the_page_says(name: str) -> None:
+def test_the_page_of_a_scan_contains_the_sentence(name: str) -> None:
     record, sentence = SENTENCES[name]
     assert sentence in rendered(record)
 
 
-def test_a_healthy_run_is_about_eight_lines() -> None:
+def test_the_page_of_a_healthy_run_has_at_most_8_lines() -> None:
     assert len(rendered(healthy()).splitlines()) <= 8
 
 
 @pytest.mark.parametrize(("step", "nan", "is_listed"), [(0, 0, False), (0, 1, True), (1, 0, True)])
-def test_a_mask_that_was_made_with_its_infinities_is_no_tensor_to_look_at(step: int, nan: int, is_listed: bool) -> None:
+def test_an_initially_infinite_mask_is_not_listed_as_nonfinite(step: int, nan: int, is_listed: bool) -> None:
     steps = [healthy_step(number) for number in range(3)]
     buffer = TensorCounts("buffer", "attn_mask", 10, nan, 25, (0, 1))
     for mask in (buffer, replace(buffer, kind="parameter", frozen=True)):
@@ -159,7 +159,7 @@ def test_a_mask_that_was_made_with_its_infinities_is_no_tensor_to_look_at(step: 
         assert ("Non-finite tensors" in rendered(replace(healthy(), steps=tuple(steps)))) is is_listed
 
 
-def test_a_long_name_is_folded_not_cut() -> None:
+def test_a_long_name_is_wrapped_and_not_cut() -> None:
     name = "model." + ".".join(f"layer_{number}" for number in range(20)) + ".weight"
     group = overflow(0, names=(name,))
     text = rendered(run([skipped_step(0, 65536.0, group)], verdict="inconclusive", groups=(name,)))
@@ -167,13 +167,13 @@ def test_a_long_name_is_folded_not_cut() -> None:
     assert name in re.sub(r"\s+|1 of 1.*share", "", table.replace("1 of 1      0    3    0        <0.1%", ""))
 
 
-def test_a_run_in_fp32_is_not_sent_to_fp32() -> None:
+def test_a_run_in_fp32_is_not_advised_to_rescan_in_fp32() -> None:
     assert "ampdbg scan" not in rendered(replace(collapse(), config={"precision": {"level": "O0"}}))
     assert "ampdbg scan" in rendered(collapse())
 
 
 def said_of(command: str, **fields: object) -> str:
-    """The page of a script's last step, which ended before its loss."""
+    """The page of a script whose last step ended before its loss."""
     found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
     first, last = (replace(healthy_step(number), scaler=1) for number in range(2))
     last = replace(last, loss=math.nan, grad_norm=None)
@@ -187,11 +187,11 @@ def said_of(command: str, **fields: object) -> str:
     [
         ("run", "the script raised AssertionError", "at step 1, where an error ends the run.", "4.2"),
         ("replay", "", "at step 1. ", "4.2"),
-        # The loop has made a loss of what the modules gave, and gone on.
+        # The loop computed a loss from the module outputs, and continued.
         ("run", "", "at step 1, where the loss is NaN.", "4.2 to NaN"),
     ],
 )
-def test_of_a_step_that_ended_before_its_loss_no_loss_is_shown(
+def test_the_loss_of_a_step_that_ended_before_its_loss_is_omitted(
     command: str, error: str, headline: str, losses: str
 ) -> None:
     text = said_of(command, error=error)
@@ -199,7 +199,7 @@ def test_of_a_step_that_ended_before_its_loss_no_loss_is_shown(
     assert f"0 skipped · loss {losses} · loss scale" in text
 
 
-# What to type next
+# The next command
 
 CAPTURES = tuple(f".ampdbg/captures/20261124T235949Z-step-{step}.safetensors" for step in (1, 61, 62))
 
@@ -210,7 +210,7 @@ def typed_next(record: Record, typed: CommandContext) -> str | None:
 
 
 def of_captures(step: int, replayed: int, *investigations: Investigation) -> str | None:
-    """What to type next where the first finding is of this step, which these replays show."""
+    """The next command if the first finding is at this step, with these replays."""
     found = Finding("forward-overflow", "error", step, "forward", "it overflows", "pin it")
     found = replace(found, evidence={"replayed_step": replayed})
     script = ScriptRun("train.py", captures=CAPTURES)
@@ -219,17 +219,17 @@ def of_captures(step: int, replayed: int, *investigations: Investigation) -> str
 
 
 @pytest.mark.parametrize(("step", "replayed", "named"), [(60, 61, 61), (0, 1, 1), (60, 60, 61), (62, 62, 62)])
-def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, replayed: int, named: int) -> None:
+def test_the_next_command_names_the_capture_of_the_first_finding(step: int, replayed: int, named: int) -> None:
     path = f".ampdbg/captures/20261124T235949Z-step-{named}.safetensors"
     assert of_captures(step, replayed) == f"ampdbg suggest-fp32 {path}"
 
 
-def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
+def test_a_capture_before_the_first_finding_is_not_suggested() -> None:
     assert of_captures(99, 99, Investigation(99, "loss", LOST)) == "ampdbg explain forward-overflow"
 
 
 @pytest.mark.parametrize("note", ["", "step 3 was not captured: it would take 3 GB"])
-def test_a_fault_that_a_pin_cures_and_no_capture_shows_leads_to_one(note: str) -> None:
+def test_a_fault_without_a_capture_suggests_a_rerun_that_captures_its_step(note: str) -> None:
     found = Finding("gradient-overflow", "error", 1, "backward", "it overflows", "pin it")
     steps = [healthy_step(0), skipped_step(1, 2.0, ()), skipped_step(3, 1.0, ()), healthy_step(4)]
     record = run(steps, findings=(found,), script=ScriptRun("train.py", ("5",)), verdict="precision")
@@ -242,7 +242,7 @@ def test_a_fault_that_a_pin_cures_and_no_capture_shows_leads_to_one(note: str) -
 
 
 @pytest.mark.parametrize("is_module", [False, True])
-def test_a_healthy_script_leaves_nothing_to_type_unless_no_step_ran_in_half(is_module: bool) -> None:
+def test_a_healthy_script_has_a_next_command_only_if_no_step_ran_in_half(is_module: bool) -> None:
     record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))
     record, script = replace(record, command="run"), CommandContext("train.py 3")
     half = replace(record, environment=replace(record.environment, policy="cuda", emulated=False))
@@ -251,7 +251,7 @@ def test_a_healthy_script_leaves_nothing_to_type_unless_no_step_ran_in_half(is_m
     assert typed_next(in_fp32, script) == f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
 
 
-def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:
+def test_a_captured_step_with_nothing_to_pin_has_no_next_command() -> None:
     script = ScriptRun("train.py", captures=CAPTURES)
     nothing = replace(BISECTIONS["nothing_to_pin"](), script=script)
     fails = replace(BISECTIONS["no_set_helps"](), script=script)
@@ -263,7 +263,7 @@ def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:
     ("name", "script"),
     [("train.py", ""), ("/home/me/deep/train.py", ""), ("../train.py", " --script '../train.py --lr 1'")],
 )
-def test_a_capture_of_a_script_elsewhere_is_typed_with_it(name: str, script: str) -> None:
+def test_the_replay_command_names_a_script_outside_the_current_folder(name: str, script: str) -> None:
     captured = ScriptRun(name, ("--lr", "1"), captures=("/home/me/.ampdbg/captures/now-step-3.safetensors",))
     record = replace(run([healthy_step(step) for step in range(6)], script=captured), command="run")
     typed = f"ampdbg replay .ampdbg/captures/now-step-3.safetensors{script}"

@@ -1,4 +1,4 @@
-"""A suggestion: what is said beside its patch, and what git, patch and Python make of its forms."""
+"""A suggestion: the page around its patch, and its forms as git, patch and Python read them."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def rendered(record: Record, suggested: Handover, typed: CommandContext = TYPED,
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_what_a_proof_warns_of_stands_in_the_story_and_in_the_table(verbose: bool) -> None:
+def test_a_warning_of_the_proof_is_in_the_story_and_in_the_table(verbose: bool) -> None:
     record = replace(found(), verification=replace(PROOF, steps=(*PROOF.steps, WARNS)))
     said = rendered(record, PATCHED, replace(TYPED, verbose=verbose))
     (line,) = (line for line in said.splitlines() if "the gradients of step 3" in line and "checks" not in line)
@@ -45,7 +45,7 @@ def test_what_a_proof_warns_of_stands_in_the_story_and_in_the_table(verbose: boo
     assert "has no gradient at any loss scale" in line
 
 
-def test_what_leaves_half_is_told_of_the_pins_and_not_of_a_patch_that_is_printed() -> None:
+def test_the_measured_cost_is_that_of_pins_by_name_and_not_of_the_patch() -> None:
     by_name = replace(PATCHED, form="yaml", files=(), units=())
     said = [" ".join(rendered(proven(), suggested).split()) for suggested in (PATCHED, by_name)]
     assert "Pinned by name, the set moves" in said[0]
@@ -78,14 +78,14 @@ def of_several_models() -> Record:
         (ScriptRun("pack.train", ("mlp",), is_module=True), False, "ampdbg run -m pack.train mlp"),
     ],
 )
-def test_what_was_patched_is_run_again_as_it_was_started(script: ScriptRun | None, emulated: bool, again: str) -> None:
+def test_a_patched_rerun_repeats_the_original_command(script: ScriptRun | None, emulated: bool, again: str) -> None:
     record = proven()
     record = replace(record, script=script, environment=replace(record.environment, emulated=emulated))
     text = rendered(record, PATCHED, replace(TYPED, config="c.yaml", is_applied=True))
     assert text.endswith(f"Next: rerun with the patch\n  {again}\n")
 
 
-def test_the_lines_of_a_config_are_of_no_use_to_a_script() -> None:
+def test_yaml_pins_of_a_script_suggest_the_module_form_instead() -> None:
     typed = replace(TYPED, config="step-1.safetensors", handed_over=PATCH)
     of_config, of_script = proven(), replace(proven(), script=ScriptRun("tr.py", ("mlp",)))
     told = [rendered(record, Handover("yaml", NAMES, "x = 1"), typed) for record in (of_config, of_script)]
@@ -94,7 +94,7 @@ def test_the_lines_of_a_config_are_of_no_use_to_a_script() -> None:
     assert "a script has no config" in told[1]
 
 
-def test_of_several_models_it_says_which_object_each_name_is_of() -> None:
+def test_pages_and_forms_explain_which_model_each_root_name_is() -> None:
     record, typed = of_several_models(), replace(TYPED, handed_over=PATCH)
     pages = {form: rendered(record, Handover(form, NAMES, "x = 1"), typed) for form in FORMS}
     texts = {form: content(replace(record, handover=Handover(form, NAMES, "x = 1"))) or b"" for form in FORMS}
@@ -112,7 +112,7 @@ def test_of_several_models_it_says_which_object_each_name_is_of() -> None:
     assert "roots" not in json.loads(one)
 
 
-def test_what_an_interrupt_of_the_proof_leaves_is_shown_and_marked() -> None:
+def test_an_interrupted_proof_shows_its_patch_as_not_proven() -> None:
     interrupted = replace(found(), interrupted=True)
     text = rendered(interrupted, PATCHED)
     assert " ".join(text.split()).startswith(
@@ -126,7 +126,7 @@ def test_what_an_interrupt_of_the_proof_leaves_is_shown_and_marked() -> None:
     assert "The patch" not in before
 
 
-def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
+def test_the_reasons_without_an_edit_replace_the_patch() -> None:
     reasons = (
         "/home/me/model.py:12, 13: torch is another thing here",
         "blocks.2: none of your code creates or calls it",
@@ -179,12 +179,12 @@ HEADLINES = {
 
 
 @pytest.mark.parametrize("name", HEADLINES)
-def test_each_end_has_its_headline(name: str) -> None:
+def test_the_headline_states_the_outcome_of_the_suggestion(name: str) -> None:
     record, suggested, sentence = HEADLINES[name]
     assert headline(replace(record, handover=suggested), suggested).sentence == sentence
 
 
-def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() -> None:
+def test_without_pins_the_page_reports_the_search_and_other_remedies() -> None:
     record = BISECTIONS["fp32_fails"]()
     told = record.findings[0].remedy
     text = rendered(record, Handover("diff", notes=(told, "normalise the data")), width=400)
@@ -198,7 +198,7 @@ BY_HAND = "Cast what these lines read with .float(), and remove their own casts 
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_where_no_patch_is_proven_it_lists_those_that_failed_and_says_what_to_do_by_hand(*, verbose: bool) -> None:
+def test_a_failed_patch_is_listed_with_advice_for_an_edit_by_hand(*, verbose: bool) -> None:
     failed, typed = replace(found(), verification=FAILED), replace(TYPED, verbose=verbose)
     text = rendered(failed, Handover("diff", units=TRIED), typed, width=400)
     assert "\nPatches that failed their proofs\n  line 3 of model.py\n" in text
@@ -212,7 +212,7 @@ def test_where_no_patch_is_proven_it_lists_those_that_failed_and_says_what_to_do
     ("outcome", "is_left"),
     [("found", False), ("not-in-a-module", True), ("no-set-helps", True), ("out-of-trials", False)],
 )
-def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(outcome: Outcome, is_left: bool) -> None:
+def test_after_every_attempt_failed_no_further_search_is_advised(outcome: Outcome, is_left: bool) -> None:
     record = found()
     assert record.search is not None
     record = replace(record, verification=FAILED, search=replace(record.search, outcome=outcome))
@@ -271,11 +271,11 @@ diff --git a/model.py b/model.py
 
 
 def handing(found: Suggestion, **fields: Any) -> Suggestion:
-    """The suggestion with its handover changed."""
+    """The suggestion with a changed handover."""
     return replace(found, record=replace(found.record, handover=replace(handover_of(found), **fields)))
 
 
-def test_pins_places_and_proof_stand_above_the_diff(tmp_path: Path) -> None:
+def test_the_diff_starts_with_comments_on_pins_places_and_proof(tmp_path: Path) -> None:
     found = suggestion(tmp_path)
     assert text_of(found).decode().startswith(HEAD)
     names = tuple(f"blocks.{n}.attn" for n in range(12))
@@ -300,7 +300,7 @@ GIT = ("git", "apply")
     ],
     ids=["git", "git below the root", "git outside of a repository", "patch"],
 )
-def test_it_is_applied_and_taken_back(
+def test_the_diff_applies_and_reverts_with_git_and_patch(
     project: str, folder: str, command: tuple[str, ...], is_git: bool, repository: Path
 ) -> None:
     root, base = repository.parent / project, repository if is_git else repository.parent
@@ -322,7 +322,7 @@ HARD = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_every_byte_is_kept_in_the_diff_and_in_json(name: str, tmp_path: Path) -> None:
+def test_the_diff_and_its_json_form_keep_every_byte(name: str, tmp_path: Path) -> None:
     before, after = HARD[name]
     file = tmp_path.resolve() / "model.py"
     found = handed_over(proven(), tmp_path, FileEdit(file, before, after))
@@ -333,14 +333,14 @@ def test_every_byte_is_kept_in_the_diff_and_in_json(name: str, tmp_path: Path) -
         assert file.read_bytes() == after
 
 
-def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
+def test_a_proof_that_looks_like_a_diff_does_not_break_the_patch(tmp_path: Path) -> None:
     detail = "line\n--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-def\ndiff --git a/x b/x"
     proof = replace(PROOF, steps=(replace(PROOF.steps[0], detail=detail),))
     run(tmp_path, *GIT, text=text_of(suggestion(tmp_path, record=replace(proven(), verification=proof))))
     assert both(tmp_path) == (AFTER, AFTER)
 
 
-def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path: Path) -> None:
+def test_files_outside_the_config_folder_are_named_from_the_common_folder(tmp_path: Path) -> None:
     found = suggestion(tmp_path / "source")
     (tmp_path / "configs").mkdir()
     assert base_folder(found.edits, tmp_path / "configs") == (tmp_path.resolve(), False)
@@ -350,10 +350,10 @@ def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path
 
 @pytest.mark.parametrize("edited", ["workload.py", "clone/model.py", "clone/parts/train.py"])
 @pytest.mark.parametrize("is_repository", [True, False])
-def test_the_paths_count_from_one_folder_wherever_the_edits_fall(
+def test_paths_in_a_patch_start_at_the_same_folder_for_every_edited_file(
     edited: str, is_repository: bool, tmp_path: Path
 ) -> None:
-    """A clone beside the config is a repository of its own."""
+    """A clone beside the config is a separate repository."""
     folder = tmp_path.resolve()
     file = folder / edited
     for repository in [folder] * is_repository + [folder / "clone"]:
@@ -367,7 +367,7 @@ def test_the_paths_count_from_one_folder_wherever_the_edits_fall(
     assert file.read_bytes() == AFTER
 
 
-def test_the_module_is_the_helper_below_what_it_pins(tmp_path: Path) -> None:
+def test_the_module_form_is_the_helper_after_comments_on_pins_and_proof(tmp_path: Path) -> None:
     found = suggestion(tmp_path)
     text = text_of(found, "module").decode()
     head = "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
@@ -388,6 +388,6 @@ def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
     assert data["notes"] == list(handover_of(found).notes)
 
 
-def test_a_patch_of_a_record_that_names_no_folder_is_applied_here() -> None:
+def test_a_patch_without_a_folder_is_applied_in_the_current_folder() -> None:
     assert applying(Handover("diff", is_git=True), "a.patch") == "git apply a.patch"
     assert applying(Handover("diff"), "a.patch") == "patch -p1 < a.patch"

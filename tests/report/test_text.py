@@ -1,4 +1,4 @@
-"""What a terminal shows of a page's parts: the chart of loss scales, bars of exponents, blocks of Markdown."""
+"""The parts of a page in a terminal: the chart of loss scales, bars of exponents, and blocks of Markdown."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def drawn(steps: Sequence[Step], width: int = 80) -> list[str]:
     return [line.text for line in scale_chart(steps, width)]
 
 
-def test_a_falling_scale_is_a_staircase() -> None:
+def test_a_falling_scale_is_drawn_as_a_staircase() -> None:
     assert drawn(at(8, 8, 4, 2)) == [
         "     8 ┤━━━━━━",
         "     4 ┤      ━━━",
@@ -34,7 +34,7 @@ def test_a_falling_scale_is_a_staircase() -> None:
     ]
 
 
-def test_skipped_steps_and_bad_losses_are_marked_below() -> None:
+def test_skipped_steps_and_nonfinite_losses_are_marked_below_the_chart() -> None:
     steps = at(8, 8, 4, 4)
     steps[1] = replace(steps[1], skipped=True)
     steps[2] = replace(steps[2], loss=math.nan)
@@ -43,23 +43,23 @@ def test_skipped_steps_and_bad_losses_are_marked_below() -> None:
     assert marks == ["       skipped     ×", "  loss inf/NaN        !  !"]
 
 
-def test_levels_between_are_left_blank() -> None:
+def test_rows_between_two_scales_are_blank() -> None:
     assert drawn(at(8, 2))[:3] == ["     8 ┤━━━", "     4 ┤", "     2 ┤   ━━━"]
 
 
-def test_a_wide_range_shares_rows() -> None:
+def test_a_wide_range_of_scales_shares_rows() -> None:
     lines = drawn(at(*(2.0**power for power in range(16, -16, -1))))
     assert [line.split("┤")[0].strip() for line in lines[:MAX_ROWS]] == [
         *("65,536", "4,096", "256", "16", "1", "2^-4", "2^-8", "2^-12")
     ]
 
 
-def test_a_column_with_a_change_inside_is_drawn_through_its_rows() -> None:
+def test_a_scale_change_within_a_column_is_drawn_through_its_rows() -> None:
     top, bottom = drawn(at(*[8.0] * 14, *[4.0] * 16), width=18)[:2]
     assert top.count("┃") == bottom.count("┃") == 1
 
 
-def test_a_scale_of_zero_is_at_the_bottom() -> None:
+def test_a_scale_of_zero_is_drawn_at_the_bottom() -> None:
     lines = scale_chart(at(1.0, 0.0), 80)
     plot = [line.text for line in lines if line.tone == "chart"]
     assert plot[0].endswith("┤━━━")
@@ -67,7 +67,7 @@ def test_a_scale_of_zero_is_at_the_bottom() -> None:
 
 
 @given(st.lists(st.tuples(scales, st.booleans(), st.floats()), min_size=1, max_size=300), st.integers(40, 160))
-def test_it_fits_and_every_column_is_drawn_once_at_least(values: list[tuple[float, bool, float]], width: int) -> None:
+def test_the_chart_fits_the_width_and_draws_every_column(values: list[tuple[float, bool, float]], width: int) -> None:
     steps = [
         replace(healthy_step(number, scale), skipped=skipped, loss=loss)
         for number, (scale, skipped, loss) in enumerate(values)
@@ -94,12 +94,12 @@ BARS = {
 
 
 @pytest.mark.parametrize(("histogram", "bar"), BARS.values(), ids=BARS)
-def test_the_bar_shows_where_values_lie(histogram: tuple[int, tuple[int, ...]], bar: str) -> None:
+def test_the_exponent_bar_shows_the_spread_of_the_values(histogram: tuple[int, tuple[int, ...]], bar: str) -> None:
     assert exponent_bar(Exponents(*histogram)) == bar
     assert len(bar) == BAR_WIDTH
 
 
-def test_blocks_are_paragraphs_items_and_code() -> None:
+def test_markdown_blocks_are_paragraphs_items_and_code() -> None:
     text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nA list:\n- b - c"
     assert list(blocks(text)) == [
         ("paragraph", "One paragraph."),

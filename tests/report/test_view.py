@@ -1,4 +1,4 @@
-"""What the pages share: where a follow-up is shown, a command with an option set anew, and the formats."""
+"""Shared parts of the pages: the roots of follow-ups, commands with a replaced option, and the formats."""
 
 import html
 import pkgutil
@@ -37,12 +37,12 @@ def chained(roots: list[int | None]) -> list[Finding]:
         ([1, 2, 1], [0, 1, 1]),
     ],
 )
-def test_a_chain_ends_at_the_finding_that_explains_it(roots: list[int | None], ends: list[int]) -> None:
+def test_a_follow_up_is_shown_below_the_root_of_its_chain(roots: list[int | None], ends: list[int]) -> None:
     assert [root_of(chained(roots), index) for index in range(len(roots))] == ends
 
 
 @given(st.lists(st.none() | st.integers(-1, 8), min_size=1, max_size=8))
-def test_no_finding_is_hidden_however_damaged_the_chains(roots: list[int | None]) -> None:
+def test_every_chain_ends_at_a_shown_finding_even_if_damaged(roots: list[int | None]) -> None:
     findings = chained(roots)
     ends = [root_of(findings, index) for index in range(len(findings))]
     assert all(ends[end] == end for end in ends)
@@ -68,12 +68,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_option_is_there_once_and_the_others_stay(name: str) -> None:
+def test_with_option_replaces_an_option_and_keeps_the_others(name: str) -> None:
     command, option, value, expected = COMMANDS[name]
     assert with_option(command, option, value) == expected
 
 
-def test_what_was_quoted_stays_quoted() -> None:
+def test_with_option_keeps_the_quoting_of_a_command() -> None:
     settings = ["a.b=[1, 2]", "c=it's", "d={x: $HOME}"]
     command = shlex.join(["ampdbg", "scan", "my c.yaml", *(word for one in settings for word in ("--set", one))])
     assert shlex.split(with_option(command, "--steps", 5)) == [*shlex.split(command), "--steps", "5"]
@@ -83,23 +83,23 @@ LOOK = Look(80, color=False, unicode=True)
 TYPED = CommandContext("config.yaml", ".ampdbg/r.json", "/home/me", verbose=True)
 
 
-def test_text_is_the_page_and_json_the_record() -> None:
+def test_the_text_format_is_the_page_and_json_is_the_record() -> None:
     assert formats.FORMATS == ("html", "json", "markdown", "sarif", "text")
     assert formats.written(healthy(), TYPED, LOOK, "text") == rendered(healthy())
     assert formats.written(healthy(), TYPED, LOOK, "json") == to_json(healthy())
 
 
-def test_a_file_in_the_folder_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_formats_folder_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verdict.py").write_text("def write(record, typed, look):\n    return record.verdict\n")
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    monkeypatch.setitem(sys.modules, "ampdbg.report.formats.verdict", None)  # taken out again at the end
+    monkeypatch.setitem(sys.modules, "ampdbg.report.formats.verdict", None)  # removed again at the end
     del sys.modules["ampdbg.report.formats.verdict"]
     assert formats.written(healthy(), TYPED, LOOK, "verdict") == "healthy"
     assert "verdict" in [module.name for module in pkgutil.iter_modules(formats.__path__)]
 
 
 @pytest.mark.parametrize("name", ["text", "markdown", "html"])
-def test_a_finding_and_what_it_causes_are_placed_alike_in_every_format(name: str) -> None:
+def test_a_finding_and_its_effect_have_the_same_place_in_every_format(name: str) -> None:
     root = Finding(
         "gradient-overflow", "error", 6, "backward", "m", "", "net.a", "mul", "net.a.weight", evidence={"iteration": 3}
     )

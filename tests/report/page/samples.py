@@ -1,4 +1,4 @@
-"""Records for the HTML page: large ones, hostile ones; and what a page holds."""
+"""Large and hostile records for the HTML page, and the contents of a page."""
 
 import base64
 import gzip
@@ -30,7 +30,7 @@ HOSTILE = (
     "a & b &amp; c",
     "<!-- ]]> --",
 )
-"""What a user's world may name a thing."""
+"""Names that may come from a user's code, files or data."""
 
 
 def html(record: Record, folder: str = "/home/me") -> str:
@@ -51,7 +51,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 class Parsed(HTMLParser):
-    """What a browser makes of a page: its tags, its attributes, and the text that is shown."""
+    """A page as a browser reads it: its tags, its attributes and its visible text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Parsed(HTMLParser):
 
 
 def site(order: int, phase: str, module: str, exponents: Exponents, source: Source, **fields: Any) -> Site:
-    """A site as a range profile would have measured it, from the spread of its values."""
+    """A site as a range profile measures it, from the spread of its values."""
     largest = 1.5 * 2.0 ** (exponents.lowest + len(exponents.counts) - 1)
     measured = Site(
         "forward", module, "aten.mm.default", source, "float16", order, calls=1, call=0, size=sum(exponents.counts),
@@ -90,7 +90,7 @@ def site(order: int, phase: str, module: str, exponents: Exponents, source: Sour
 
 
 def large(sites: int, modules: int) -> Record:
-    """A range profile of a large model: as many forward sites as backward, spread as real ones are."""
+    """A range profile of a large model: as many forward as backward sites, with a realistic spread."""
     dice = random.Random(7)
     names = [f"model.layers.{number // 8}.block{number % 8}.projection" for number in range(modules)]
     lines = tuple(f"    hidden = self.projection_{number}(hidden) * self.scale" for number in range(300))
@@ -109,7 +109,7 @@ def large(sites: int, modules: int) -> Record:
 
 
 def hostile() -> Record:
-    """Every text that comes from the user's world is one of :data:`HOSTILE`."""
+    """A record in which every text from the user is one of :data:`HOSTILE`."""
     sources = [Source(f"/home/me/{text}.py", 3, text, f"x = {text}") for text in HOSTILE]
     findings = tuple(
         Finding("forward-overflow", "error", 1, "forward", f"message {text}", f"remedy {text}", text, text, text, line)

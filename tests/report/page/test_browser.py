@@ -1,4 +1,4 @@
-"""The HTML page in a real browser: what moves, what leads where, by keyboard; light, dark, printed, at three widths."""
+"""The HTML page in a real browser: controls, links and keyboard; light, dark and printed; at three widths."""
 
 import json
 import time
@@ -35,7 +35,7 @@ def tab() -> Iterator[Tab]:
 
 @pytest.fixture
 def shown(tab: Tab, tmp_path: Path) -> Iterator[Tab]:
-    """The page of a range profile in the browser; at the end nothing may have been complained of, nor loaded."""
+    """A tab for one page. At the end the browser must have reported no problem and loaded nothing else."""
     tab.problems.clear()
     tab.requests.clear()
     tab.see()
@@ -53,7 +53,7 @@ def open_page(tab: Tab, record: Record, folder: Path, width: int = 1280) -> None
 
 
 def is_marked(site: Site, power: int) -> str:
-    """What a loss scale of 2**power does to a site, by the record's own window of it."""
+    """The mark of a site at a loss scale of 2**power, by the record's own window of the site."""
     if site.phase == "forward":
         return "over" if site.overflow else ""
     scale = 2.0**power
@@ -63,14 +63,14 @@ def is_marked(site: Site, power: int) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_page_is_drawn_without_a_complaint(name: str, shown: Tab, tmp_path: Path) -> None:
+def test_every_page_is_drawn_without_a_problem(name: str, shown: Tab, tmp_path: Path) -> None:
     open_page(shown, record_of(name), tmp_path)
     assert shown.ask("document.documentElement.dataset.done") == "true"
     assert shown.ask("document.getElementById('trouble').hidden")
 
 
 def with_noise() -> Record:
-    """A profile in which a gradient of rounding errors alone would raise the floor of the window."""
+    """A profile in which only a gradient of rounding errors would raise the floor of the window."""
     record = large(60, 6)
     tight = max((one for one in record.sites if one.phase == "backward"), key=lambda one: one.scale_floor or 0.0)
     noise = replace(tight, is_noise=True)
@@ -81,7 +81,7 @@ SLID = {"real": record_of(RANGES), "without a window": record_of("ranges_no_scal
 
 
 @pytest.mark.parametrize("name", SLID)
-def test_the_slider_marks_what_the_records_windows_say(name: str, shown: Tab, tmp_path: Path) -> None:
+def test_the_slider_marks_sites_by_the_windows_of_the_record(name: str, shown: Tab, tmp_path: Path) -> None:
     record = SLID[name]
     open_page(shown, record, tmp_path)
     low, count = shown.ask("[page.sites.scales.low, page.sites.scales.words.length]")
@@ -110,10 +110,10 @@ GRADIENTS = """(() => {
   const pixels = (x, width) => copy.getImageData(x, MAP.top + 2, width, box.height - MAP.top - 26).data.join();
   return [pixels(box.left + 1, left - box.left - 8), pixels(left, box.width - left - 10)];
 })()"""
-"""What is drawn of the forward pass, and of the gradients."""
+"""The pixels of the forward pass and of the gradients."""
 
 
-def test_the_slider_moves_the_gradients_alone_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+def test_arrow_keys_on_the_slider_redraw_only_the_gradients(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, record_of(RANGES), tmp_path)
     shown.ask("byId('scale').focus()")
     shown.settle()
@@ -128,7 +128,7 @@ def test_the_slider_moves_the_gradients_alone_by_keyboard(shown: Tab, tmp_path: 
     assert shown.ask("byId('scale').getAttribute('aria-valuetext') === byId('scale-value').textContent")
 
 
-def test_sites_are_found_by_module_op_and_line(shown: Tab, tmp_path: Path) -> None:
+def test_sites_are_found_by_module(shown: Tab, tmp_path: Path) -> None:
     record = record_of(RANGES)
     open_page(shown, record, tmp_path)
     module = record.sites[0].module
@@ -144,7 +144,7 @@ def test_sites_are_found_by_module_op_and_line(shown: Tab, tmp_path: Path) -> No
     shown.wait_for("byId('found').textContent.startsWith('0 of ')")
 
 
-def test_only_those_in_danger_are_those_that_are_marked(shown: Tab, tmp_path: Path) -> None:
+def test_the_danger_filter_keeps_marked_and_nearly_overflowing_sites(shown: Tab, tmp_path: Path) -> None:
     record = large(200, 20)
     open_page(shown, record, tmp_path)
     power = shown.ask("page.power")
@@ -155,7 +155,7 @@ def test_only_those_in_danger_are_those_that_are_marked(shown: Tab, tmp_path: Pa
     assert shown.ask("byId('found').textContent").startswith(f"{expected} of ")
 
 
-def test_a_finding_leads_to_its_line_in_any_file(shown: Tab, tmp_path: Path) -> None:
+def test_the_link_of_a_finding_shows_its_line_in_any_file(shown: Tab, tmp_path: Path) -> None:
     record = large(200, 20)
     places = [Source(one.file, number, "forward", one.lines[number - 1].strip()) for one, number in
               ((record.listings[0], 3), (record.listings[3], 290), (record.listings[3], 17))]  # fmt: skip
@@ -179,7 +179,7 @@ IS_IN_SIGHT = """(() => {
 })()"""
 
 
-def test_a_finding_that_is_folded_is_unfolded_by_what_leads_to_it(shown: Tab, tmp_path: Path) -> None:
+def test_a_link_to_a_folded_finding_unfolds_it(shown: Tab, tmp_path: Path) -> None:
     finding = Finding("forward-overflow", "error", 0, "forward", "too large", module="model.layers.0")
     open_page(shown, replace(large(40, 8), findings=(finding,) * 3 + (replace(finding, module="model"),)), tmp_path)
     assert not shown.ask("document.querySelector('details.rest').open")
@@ -187,7 +187,7 @@ def test_a_finding_that_is_folded_is_unfolded_by_what_leads_to_it(shown: Tab, tm
     shown.wait_for("document.querySelector('details.rest').open")
 
 
-def test_the_patch_is_copied_as_it_stands(shown: Tab, tmp_path: Path) -> None:
+def test_the_copy_button_copies_the_exact_patch(shown: Tab, tmp_path: Path) -> None:
     record = record_of("suggestion")
     open_page(shown, record, tmp_path)
     shown.ask("navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }")
@@ -197,7 +197,7 @@ def test_the_patch_is_copied_as_it_stands(shown: Tab, tmp_path: Path) -> None:
     assert shown.ask("window.copied") == content.decode()
 
 
-def test_sites_are_walked_and_opened_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+def test_arrow_keys_select_sites_and_enter_opens_the_source_line(shown: Tab, tmp_path: Path) -> None:
     record = record_of(RANGES)
     open_page(shown, record, tmp_path)
     shown.ask("byId('sites').focus()")
@@ -217,7 +217,7 @@ def test_sites_are_walked_and_opened_by_keyboard(shown: Tab, tmp_path: Path) -> 
     assert shown.ask("document.querySelector('.code .here').dataset.line") == str(source.line)
 
 
-def test_the_map_is_steered_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+def test_the_map_selects_and_zooms_by_keyboard(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, record_of(RANGES), tmp_path)
     shown.ask("byId('map').focus()")
     shown.press("ArrowRight")
@@ -230,7 +230,7 @@ def test_the_map_is_steered_by_keyboard(shown: Tab, tmp_path: Path) -> None:
     assert shown.ask("map.to - map.from === page.sites.line.length")
 
 
-def test_the_tree_folds_and_is_searched_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+def test_the_module_tree_folds_and_searches_by_keyboard(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, record_of(RANGES), tmp_path)
     rows = "document.querySelectorAll('#tree tbody tr').length"
     everything = shown.ask(rows)
@@ -251,7 +251,7 @@ def test_the_tree_folds_and_is_searched_by_keyboard(shown: Tab, tmp_path: Path) 
     assert any("attn" in name for name in names)
 
 
-def test_the_pointer_on_the_timeline_tells_values(shown: Tab, tmp_path: Path) -> None:
+def test_arrow_keys_on_the_timeline_show_the_values_of_a_step(shown: Tab, tmp_path: Path) -> None:
     record = record_of("scan_runaway_scale")
     open_page(shown, record, tmp_path)
     shown.ask("document.querySelector('#timeline svg').focus()")
@@ -266,13 +266,13 @@ def test_the_pointer_on_the_timeline_tells_values(shown: Tab, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("norms", [(1.3e17, 1.3e17), (-1.7e308, 1.7e308), (0.0, 0.0), (5e-324, 1e-310)])
-def test_numbers_of_any_size_are_drawn(norms: tuple[float, ...], shown: Tab, tmp_path: Path) -> None:
+def test_gradient_norms_of_any_size_are_drawn(norms: tuple[float, ...], shown: Tab, tmp_path: Path) -> None:
     steps = [replace(healthy_step(number), grad_norm=norm) for number, norm in enumerate(norms)]
     open_page(shown, run(steps), tmp_path)
     assert shown.ask("document.querySelectorAll('#timeline .curve').length") == 3
 
 
-def test_names_of_the_users_world_are_shown_and_not_run(shown: Tab, tmp_path: Path) -> None:
+def test_user_texts_are_shown_and_not_executed(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, hostile(), tmp_path)
     shown.click("#unfold")
     for selector in ("#sites", "#tree", "#files button", "#map", "#timeline svg"):
@@ -287,7 +287,7 @@ def test_names_of_the_users_world_are_shown_and_not_run(shown: Tab, tmp_path: Pa
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_its_window_and_can_be_read(scheme: str, width: int, shown: Tab, tmp_path: Path) -> None:
+def test_the_page_fits_each_width_with_enough_contrast(scheme: str, width: int, shown: Tab, tmp_path: Path) -> None:
     shown.see(scheme=scheme)
     open_page(shown, record_of("ranges_overflow"), tmp_path, width)
     assert shown.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
@@ -297,10 +297,10 @@ def test_it_fits_its_window_and_can_be_read(scheme: str, width: int, shown: Tab,
 
 
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
-"""The texts that stand out from their ground by less than WCAG's 4.5 : 1."""
+"""Lists the texts with a contrast below WCAG's 4.5 : 1."""
 
 
-def test_it_is_printed_light_and_whole(shown: Tab, tmp_path: Path) -> None:
+def test_the_page_prints_in_light_colors_without_cut_code(shown: Tab, tmp_path: Path) -> None:
     shown.see(media="print", scheme="dark")
     open_page(shown, record_of("ranges_overflow"), tmp_path)
     assert shown.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
@@ -311,7 +311,7 @@ def test_it_is_printed_light_and_whole(shown: Tab, tmp_path: Path) -> None:
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_without_scripts_headline_findings_and_patch_are_there(shown: Tab, tmp_path: Path) -> None:
+def test_the_page_shows_the_patch_if_scripts_are_disabled(shown: Tab, tmp_path: Path) -> None:
     shown.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
         shown.call("Page.navigate", url=write_page(record_of("suggestion"), tmp_path / "page.html").as_uri())
@@ -327,8 +327,8 @@ def test_without_scripts_headline_findings_and_patch_are_there(shown: Tab, tmp_p
     assert "the patch for" in text
 
 
-def test_a_large_page_can_be_used_at_once(shown: Tab, tmp_path: Path) -> None:
-    """No time is asserted: that all sites and modules are there, and that only what is in sight is in the page."""
+def test_a_large_page_renders_only_the_visible_part(shown: Tab, tmp_path: Path) -> None:
+    """Asserts no time, but that all sites are there and that the document holds only the visible ones."""
     open_page(shown, large(20_000, 2000), tmp_path)
     assert shown.ask("byId('found').textContent") == "20,000 of 20,000 sites"
     assert shown.ask("page.levels.length") > 20_000
@@ -339,7 +339,7 @@ def test_a_large_page_can_be_used_at_once(shown: Tab, tmp_path: Path) -> None:
     assert shown.ask("document.querySelector('#sites [aria-selected=true]').dataset.site") == "19999"
 
 
-def test_a_page_without_sites_or_steps_says_so_by_leaving_them_out(shown: Tab, tmp_path: Path) -> None:
+def test_a_page_without_sites_or_steps_omits_their_sections(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, replace(healthy(), steps=(), groups=()), tmp_path)
     assert shown.ask("document.querySelector('#timeline, #ranges, #modules, #source')") is None
 
@@ -347,7 +347,7 @@ def test_a_page_without_sites_or_steps_says_so_by_leaving_them_out(shown: Tab, t
 @pytest.mark.slow
 @given(record=records())
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
-def test_any_record_is_drawn(record: Record, tab: Tab, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_record_is_drawn(record: Record, tab: Tab, tmp_path_factory: pytest.TempPathFactory) -> None:
     tab.problems.clear()
     open_page(tab, record, tmp_path_factory.mktemp("page"))
     assert tab.problems == []

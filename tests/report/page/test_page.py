@@ -1,4 +1,4 @@
-"""The HTML page: what stands in it without its script, what it hands to that, how large it is, what it lets run."""
+"""The HTML page: its contents without the script, the script's data, its size, and its content security policy."""
 
 import base64
 import hashlib
@@ -24,16 +24,16 @@ from tests.strategies import records
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, however it is broken into lines and drawn."""
+    """The words of a text, independent of line breaks and drawing."""
     return re.findall(r"[\w.,:/()'-]*\w[\w.,:/()'-]*", text)
 
 
 DRAWN = re.compile(r"[┤└│━┃]|^ *(step|skipped|loss inf/NaN)  |ampdbg explain|^  *[\d…]+  |^(Record:|Loss scale$)")
-"""What the script draws, and what stands in another order."""
+"""Lines that the script draws, and lines with another order on the page."""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_says_what_the_terminal_says(name: str) -> None:
+def test_the_html_page_has_every_word_of_the_terminal_page(name: str) -> None:
     record = record_of(name)
     shown = " ".join(words(Parsed(html(record)).text))
     for line in rendered(record, width=400).splitlines():
@@ -42,7 +42,7 @@ def test_it_says_what_the_terminal_says(name: str) -> None:
     assert "(words=" not in shown, "data as Python has it, not as text"
 
 
-def test_headline_findings_and_patch_stand_in_the_page_itself() -> None:
+def test_the_html_page_has_the_patch_without_its_script() -> None:
     page = html(record_of("suggestion"))
     shown = Parsed(page).text
     assert all(line in shown for line in handover().files[0].diff.splitlines())
@@ -56,7 +56,7 @@ def handover() -> Handover:
     return made
 
 
-def test_all_that_may_run_is_its_own_script_and_nothing_may_be_loaded() -> None:
+def test_the_content_policy_allows_only_the_pages_own_script_and_style() -> None:
     page = html(hostile())
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy
@@ -71,7 +71,7 @@ def test_all_that_may_run_is_its_own_script_and_nothing_may_be_loaded() -> None:
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page), "an address to load from"
 
 
-def test_names_of_the_users_world_are_shown_and_never_markup() -> None:
+def test_user_texts_are_shown_and_never_become_markup() -> None:
     page = html(hostile())
     parsed, healthy_page = Parsed(page), Parsed(html(healthy()))
     assert parsed.tags.count("script") == healthy_page.tags.count("script") == 3
@@ -84,14 +84,14 @@ def test_names_of_the_users_world_are_shown_and_never_markup() -> None:
     assert "49" not in re.findall(r"message (\d+)", parsed.text)
 
 
-def test_data_for_the_script_is_harmless_too() -> None:
+def test_user_texts_in_the_script_data_are_escaped() -> None:
     data = data_of(html(hostile()))
     texts = json.dumps(data, ensure_ascii=False)
     assert texts.isprintable()
     assert {printable(text) for text in HOSTILE} <= set(data["names"])
 
 
-def test_a_patch_with_escapes_or_that_is_cut_is_not_offered_for_copying() -> None:
+def test_an_escaped_or_truncated_patch_has_no_copy_button() -> None:
     assert NOT_EXACT in html(hostile())
     page = html(record_of("suggestion"))
     assert NOT_EXACT not in page
@@ -102,7 +102,7 @@ def test_a_patch_with_escapes_or_that_is_cut_is_not_offered_for_copying() -> Non
     assert page.count('aria-label="Copy the patch"') == 0
 
 
-def test_the_sites_carry_the_windows_of_the_record() -> None:
+def test_the_script_data_has_the_window_and_marks_of_the_record() -> None:
     record = record_of("ranges_example")
     sites = data_of(html(record))["sites"]
     whole = window(record.sites)
@@ -117,7 +117,7 @@ def test_the_sites_carry_the_windows_of_the_record() -> None:
         assert over == sum(one.scale_ceiling is not None and one.scale_ceiling < power for one in gradients)
 
 
-def test_the_scale_begins_with_that_of_the_config_where_no_step_was_taken() -> None:
+def test_the_slider_starts_at_the_config_loss_scale_if_no_step_was_taken() -> None:
     ranged = record_of("ranges_example")
     scales = [
         data_of(html(replace(ranged, config={"precision": {"loss_scale": one}})))["sites"]["scales"]
@@ -126,7 +126,7 @@ def test_the_scale_begins_with_that_of_the_config_where_no_step_was_taken() -> N
     assert [one["of_run"] for one in scales] == [10, 8, 16]
 
 
-def test_the_tree_holds_the_windows_of_the_modules() -> None:
+def test_the_module_tree_has_the_window_of_each_leaf_and_of_the_model() -> None:
     record = record_of("ranges_example")
     data = data_of(html(record))
     tree = data["modules"]
@@ -141,7 +141,7 @@ def test_the_tree_holds_the_windows_of_the_modules() -> None:
     assert (2.0 ** tree["floor"][0], 2.0 ** tree["ceiling"][0]) == (whole.floor, whole.ceiling)
 
 
-def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
+def test_each_exponent_of_a_site_is_a_byte_that_encodes_its_share() -> None:
     record = record_of("ranges_example")
     page = html(record)
     levels, sites = unpacked(page, "levels"), data_of(page)["sites"]
@@ -156,20 +156,20 @@ def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
     assert start == len(levels)
 
 
-def test_a_page_takes_little_room_and_is_the_same_each_time() -> None:
+def test_a_page_is_below_200_kb_and_deterministic() -> None:
     for record in (healthy(), record_of("ranges_example")):
         assert len(html(record).encode()) < 200_000
         assert html(record) == html(record)
 
 
 @pytest.mark.slow
-def test_twenty_thousand_sites_take_two_megabytes() -> None:
+def test_a_page_with_20000_sites_is_below_2_mb() -> None:
     page = html(large(20_000, 2000))
     assert len(page.encode()) < 2_000_000
     assert "sites are drawn" not in page
 
 
-def test_more_sites_than_there_is_room_for_are_left_out_with_a_word() -> None:
+def test_a_page_with_too_many_sites_keeps_the_tightest_and_states_the_number() -> None:
     record = large(21_000, 5000)
     page = html(record)
     assert len(page.encode()) < 2_500_000
@@ -184,7 +184,7 @@ def test_more_sites_than_there_is_room_for_are_left_out_with_a_word() -> None:
 
 
 @pytest.mark.slow
-def test_no_record_makes_a_page_that_is_too_large() -> None:
+def test_a_record_with_huge_texts_makes_a_page_below_12_mb() -> None:
     long = "x<&\"'" * 5_000
     finding = replace(hostile().findings[0], message=long, module=long, remedy=long)
     record = replace(
@@ -202,7 +202,7 @@ def test_no_record_makes_a_page_that_is_too_large() -> None:
     assert NOT_WHOLE in page or NOT_EXACT in page
 
 
-def test_a_long_run_keeps_its_ends_and_extremes() -> None:
+def test_the_timeline_of_a_long_run_keeps_its_ends_and_extremes() -> None:
     steps = [replace(healthy_step(number), loss=1.0 + number % 7) for number in range(30_000)]
     steps[12_345] = replace(steps[12_345], loss=99.0)
     steps[20_001] = skipped_step(20_001, 32768.0, ())
@@ -215,7 +215,7 @@ def test_a_long_run_keeps_its_ends_and_extremes() -> None:
     assert timeline["series"][0]["words"][timeline["step"].index(12_345)] == "99"
 
 
-def test_an_optimizer_without_a_scaler_has_no_part_in_the_curve_of_the_loss_scale() -> None:
+def test_an_optimizer_without_a_scaler_is_not_in_the_loss_scale_curve() -> None:
     scaled = replace(healthy_step(0), scale=65536.0, scaler=1)
     bare = replace(healthy_step(1), scale=1.0, scaler=0, optimizer=1)
     _, scale, _ = data_of(html(run([scaled, bare])))["timeline"]["series"]
@@ -225,7 +225,7 @@ def test_an_optimizer_without_a_scaler_has_no_part_in_the_curve_of_the_loss_scal
     assert static[1]["words"] == ["128"], "the loop's own scale, where no scaler has any part"
 
 
-def test_infinite_and_missing_numbers_are_words_alone() -> None:
+def test_infinite_and_missing_numbers_have_only_a_text_in_the_timeline() -> None:
     steps = [healthy_step(0), skipped_step(1, 32768.0, (), math.nan), replace(healthy_step(2), grad_norm=None)]
     loss, scale, norm = data_of(html(run(steps)))["timeline"]["series"]
     assert (loss["values"][1], loss["words"][1]) == (None, "NaN")
@@ -233,7 +233,7 @@ def test_infinite_and_missing_numbers_are_words_alone() -> None:
     assert scale["words"] == ["65,536", "32,768", "65,536"]
 
 
-def test_a_record_without_listings_shows_the_lines_that_it_has() -> None:
+def test_a_record_without_listings_shows_the_source_lines_of_its_sites() -> None:
     old = json.loads(json_of("ranges_example"))
     del old["listings"]
     record = from_json(json.dumps(old))
@@ -242,7 +242,7 @@ def test_a_record_without_listings_shows_the_lines_that_it_has() -> None:
     assert {(first, text) for first, texts in file["pieces"] for text in texts} == known
 
 
-def test_all_trials_are_listed() -> None:
+def test_the_page_lists_all_trials() -> None:
     trials = tuple(Trial((f"layer{number}",), False, "the loss is NaN") for number in range(90))
     text = Parsed(html(replace(record_of("bisect_example"), trials=trials))).text
     assert all(f"layer{number}" in text for number in range(90))
@@ -251,7 +251,7 @@ def test_all_trials_are_listed() -> None:
 @pytest.mark.slow
 @given(records())
 @settings(max_examples=60)
-def test_any_record_makes_a_page(record: Record) -> None:
+def test_every_record_makes_an_html_page(record: Record) -> None:
     page = html(record)
     data_of(page)
     assert page.startswith("<!doctype html>\n<!-- A report of ampdbg ")

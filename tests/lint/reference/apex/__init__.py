@@ -1,1 +1,1 @@
-"""A stand-in for apex: the classes of it that compute what torch's do."""
+"""A stand-in for apex: its classes that compute the same as torch's."""

@@ -1,4 +1,4 @@
-"""apex.amp at O0: nothing is lowered and nothing is scaled."""
+"""apex.amp at O0: no op runs in half precision and no loss is scaled."""
 
 from collections.abc import Iterator
 from typing import Any

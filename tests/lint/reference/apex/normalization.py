@@ -1,4 +1,4 @@
-"""apex's FusedLayerNorm computes what torch's LayerNorm does."""
+"""apex's FusedLayerNorm computes the same as torch's LayerNorm."""
 
 from torch.nn import LayerNorm as FusedLayerNorm
 

@@ -1,4 +1,4 @@
-"""apex's FusedSGD computes what torch's SGD does; what has no twin is there to be imported."""
+"""apex's FusedSGD computes the same as torch's SGD; a class without a counterpart can only be imported."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""apex's SyncBatchNorm computes what torch's does."""
+"""apex's SyncBatchNorm computes the same as torch's."""
 
 from torch.nn import SyncBatchNorm
 
