@@ -399,7 +399,7 @@ def test_an_argument_that_defaults_to_none_is_cast_only_where_it_is_not_none(lin
     assert cast in edited.source.decode()
 
 
-def test_a_name_that_may_hold_a_number_is_cast_only_where_a_method_of_it_is_called() -> None:
+def test_a_name_that_may_hold_a_number_is_cast_only_in_calls_of_its_methods() -> None:
     source = (
         b"import torch\ndef f(xs):\n    h = 0\n    for x in xs:\n        h = h + x\n        y = h.mul(3e4).mul(h)\n"
     )
@@ -409,7 +409,7 @@ def test_a_name_that_may_hold_a_number_is_cast_only_where_a_method_of_it_is_call
     assert "            y = h.float().mul(3e4).mul(h)\n" in edited
 
 
-def test_a_name_that_may_be_none_is_guarded_even_if_the_block_assigns_it_later() -> None:
+def test_a_name_that_may_be_none_is_guarded_despite_a_later_assignment() -> None:
     lines = "    k = q * (q if k is None else k)\n    y = k * 2.0 + q\n"
     source = f"import torch\ndef f(q, k=None):\n{lines}    return y\n".encode()
     edited = edit_source(source, [LinePin("f", (3, 4))], seen_anywhere(("q", "k"))).source.decode()

@@ -246,7 +246,7 @@ CHILDREN = "self.embed, self.cross = nn.Linear(4, 4), nn.MultiheadAttention(4, 2
         ),
     ],
 )
-def test_a_call_with_an_unpacked_or_indexed_result_is_wrapped_and_its_inputs_are_cast(
+def test_a_call_with_an_unpacked_or_indexed_result_is_wrapped_with_cast_inputs(
     write: Write, line: str, cast: str
 ) -> None:
     net = write(module("Pooler", f"h = self.embed(x)\n{line}\nreturn pooled", CHILDREN) + build("Pooler()"))

@@ -98,7 +98,7 @@ def test_a_changed_or_missing_file_is_refused_even_if_forced(tmp_path: Path, now
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_no_file_is_changed_if_one_of_them_cannot_be_written(
+def test_no_file_is_changed_if_a_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     for name in OLD:

@@ -71,7 +71,7 @@ def test_the_eval_pass_runs_once_and_restores_mode_buffers_and_random_state(
         assert torch.equal(RandomState.now().cpu, random.cpu)
 
 
-def test_an_error_in_eval_mode_is_one_line_and_the_mode_is_restored(failing: FailingStep, tmp_path: Path) -> None:
+def test_an_eval_error_is_reported_in_one_line_and_the_mode_is_restored(failing: FailingStep, tmp_path: Path) -> None:
     raising = "        if not self.training:\n            raise ValueError('one\\ntwo')\n"
     assert raised(failing, tmp_path, NET.replace(BEFORE, raising + BEFORE)) == "Net raised ValueError: one"
 
@@ -99,7 +99,7 @@ LINEAR = (
 def test_the_use_of_a_step_counts_the_bytes_kept_for_the_backward_pass(tmp_path: Path) -> None:
     config = written(tmp_path, {"net.py": LINEAR})
     (step,) = failing_steps(config)
-    # Both inputs, and in half a copy of the second weight, which is what the gradient of its input needs.
+    # Both inputs, and in half a copy of the second weight, which the gradient of its input needs.
     for dtype, kept in (("float16", 2 * 2 * 16 * 8 + 2 * 8 * 8), ("float32", 4 * 2 * 16 * 8)):
         with prepared(config) as run:
             use = step_use(run, step, dtype)

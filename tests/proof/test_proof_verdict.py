@@ -58,7 +58,7 @@ IMPORT = "importing net.py raised SyntaxError: invalid syntax"
 
 
 @pytest.mark.parametrize(("seen", "why"), [(Seen(tried=(tried(), SICK)), "loss NaN"), (Seen(failure=IMPORT), IMPORT)])
-def test_the_last_step_gives_the_reason_if_the_failing_step_still_fails_or_cannot_run(seen: Seen, why: str) -> None:
+def test_the_last_step_gives_the_reason_if_the_failing_step_fails_or_cannot_run(seen: Seen, why: str) -> None:
     *others, step = with_the_patch(seen, Patched())
     assert (step.passed, step.detail) == (False, why)
     assert bool(others) is not bool(seen.failure)

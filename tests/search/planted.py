@@ -1,4 +1,4 @@
-"""Planted failures for searches: trees of modules, and steps that are healthy exactly when the culprits are pinned."""
+"""Planted failures for searches: trees of modules, and steps that are healthy exactly if the culprits are pinned."""
 
 import random
 from collections.abc import Iterable, Sequence

@@ -55,5 +55,5 @@ PLACED = {
 
 
 @pytest.mark.parametrize(("before", "after"), PLACED.values(), ids=PLACED.keys())
-def test_a_missing_import_is_inserted_in_the_section_where_it_belongs(before: str, after: str) -> None:
+def test_a_missing_import_is_inserted_in_the_right_section(before: str, after: str) -> None:
     assert with_imported(cst.parse_module(before), "torch").code == after

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
+import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision if it is installed
 from ampdbg.patch.by_name import module_text
 from ampdbg.precision.emulation import cuda_on_cpu
 

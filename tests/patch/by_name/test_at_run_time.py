@@ -84,7 +84,7 @@ def test_own_lines_run_in_float32_and_the_layers_they_call_in_half(tmp_path: Pat
         assert torch.equal(kept.attn.query(inner[0]), in_half)  # outside the pinned lines it is unchanged
 
 
-def test_a_layer_that_overflows_returns_finite_values_once_it_is_pinned(tmp_path: Path) -> None:
+def test_pinning_a_layer_that_overflows_makes_its_output_finite(tmp_path: Path) -> None:
     def big() -> Model:
         changed = Model()
         with torch.no_grad():
@@ -247,7 +247,7 @@ def test_an_inner_module_that_disables_autocast_itself_stays_in_float32(tmp_path
     assert (left.result, called.result) == (WIDE, HALF)
 
 
-# Models of transformers
+# Models of the transformers library
 
 
 IDS = torch.arange(6).reshape(2, 3)
