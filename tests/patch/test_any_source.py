@@ -1,4 +1,4 @@
-"""Edits of any file that LibCST can parse: they parse, and keep what they do not touch."""
+"""Edits of arbitrary files that LibCST can parse: the result parses, and the rest of the file is unchanged."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.source.test_source_file import SHORT, corpus, name_of
 
 
 @pytest.mark.parametrize("file", slow_but_for(SHORT, corpus()), ids=name_of)
-def test_any_operations_can_be_pinned(file: Path) -> None:
+def test_pinning_arbitrary_operations_gives_a_file_that_parses(file: Path) -> None:
     """The edits parse, and every line is edited or refused."""
     source = file.read_bytes()
     lines = sorted({node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.BinOp)})
@@ -68,7 +68,7 @@ def pinned(source: bytes, traced: bool) -> bytes:
 
 @settings(max_examples=25)
 @given(source=FILES, traced=st.booleans())
-def test_edits_of_made_up_files_parse_and_keep_what_they_do_not_touch(source: bytes, traced: bool) -> None:
+def test_edits_of_generated_files_parse_and_keep_comments_and_line_endings(source: bytes, traced: bool) -> None:
     read_source(source)
     edited = pinned(source, traced)
     ast.parse(edited)

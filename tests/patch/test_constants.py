@@ -1,4 +1,4 @@
-"""Constants kept within the range of half: the edit, and that FP32 computes what it did."""
+"""Constants limited to the range of half: the edit of a line, and the unchanged result in FP32."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 from ampdbg.patch.constants import edit_constants
 
-# Each line as it was and as it becomes: ``<<before -> after>>``.
+# Each line before and after the edit: ``<<before -> after>>``.
 MARKED = {
     "masked_fill": "x = x.masked_fill(m, <<-1e9 -> torch.finfo(x.dtype).min>>)",
     "masked_fill by name": "x = x.masked_fill(m, value=<<-1e9 -> torch.finfo(x.dtype).min>>)",
@@ -59,7 +59,7 @@ def source(line: str) -> str:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_constant_is_kept_within_range(name: str) -> None:
+def test_a_constant_that_half_cannot_hold_is_edited_to_fit_the_dtype(name: str) -> None:
     before, after = EDITS[name]
     edited = edit_constants(source(before).encode(), [5], ("x", "y"))
     assert edited.source.decode() == source(after)
@@ -90,13 +90,13 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
         "x = x + y.to(x.dtype)",
     ],
 )
-def test_what_half_can_hold_or_is_meant_is_left_alone(line: str) -> None:
+def test_a_line_without_a_constant_to_limit_is_unchanged_and_refused(line: str) -> None:
     edited = edit_constants(source(line).encode(), [5], ("x", "y"))
     assert edited.source.decode() == source(line)
     assert [one.line for one in edited.refused] == [5]
 
 
-def test_several_lines_are_edited_at_once() -> None:
+def test_constants_on_several_lines_are_edited_in_one_call() -> None:
     text = source("x = x.masked_fill(m, -1e9)\n    y = y.masked_fill(m, -1e9)")
     edited = edit_constants(text.replace("import torch", "import math").encode(), [5, 6], ("x", "y"))
     assert edited.source.count(b"torch.finfo") == 2
@@ -110,15 +110,13 @@ def test_several_lines_are_edited_at_once() -> None:
         ("from torch import finfo", "-finfo(torch.bfloat16).max"),
     ],
 )
-def test_the_lowest_number_of_a_format_is_known_by_every_name_that_it_is_imported_by(
-    imported: str, number: str
-) -> None:
+def test_finfo_limits_are_recognized_under_every_imported_name(imported: str, number: str) -> None:
     before = source(f"x = x.masked_fill(m, {number})").replace("import torch\n", f"import torch; {imported}\n", 1)
     edited = edit_constants(before.encode(), [5], ("x", "y"))
     assert edited.source.decode() == before.replace(number, "torch.finfo(x.dtype).min")
 
 
-def test_torch_goes_by_the_name_that_it_has() -> None:
+def test_the_edit_uses_the_alias_of_torch_or_imports_torch_or_is_refused() -> None:
     text = source(EDITS["masked_fill"][0]).replace("import torch", "import torch as th")
     assert "th.finfo(x.dtype).min" in edit_constants(text.encode(), [5]).source.decode()
     hidden = source(EDITS["masked_fill"][0]).replace("import torch\n", "torch = None\n")
@@ -132,7 +130,7 @@ def test_torch_goes_by_the_name_that_it_has() -> None:
     "name",
     ["masked_fill", "multiplied", "taken away", "a mask that is cast", "an eps", "a least value", "a greatest value"],
 )
-def test_fp32_computes_what_it_did(name: str) -> None:
+def test_an_edited_constant_leaves_the_fp32_result_unchanged(name: str) -> None:
     x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4)
     y = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(3, 4)
     results = [forward(None, x.clone(), y, x > 1.0).softmax(dim=-1) for forward in map(forward_of, EDITS[name])]
@@ -145,7 +143,7 @@ def forward_of(line: str) -> Callable[..., torch.Tensor]:
     return scope["forward"]
 
 
-def test_a_greatest_value_leaves_a_logarithm_finite_in_half() -> None:
+def test_an_edited_upper_clamp_keeps_a_logarithm_finite_in_half() -> None:
     x = torch.full((2,), 12.0, dtype=torch.float16)
     forwards = map(forward_of, EDITS["a greatest value"])
     assert [bool(forward(None, x, None, None).isfinite().all()) for forward in forwards] == [False, True]

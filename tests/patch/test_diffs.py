@@ -1,4 +1,4 @@
-"""Diffs: what `git apply` and `patch -p1` make of them, forwards and in reverse, byte for byte."""
+"""Diffs: `git apply` and `patch -p1` apply and reverse them, byte for byte."""
 
 import shutil
 import subprocess
@@ -34,7 +34,7 @@ TOOLS = {
 
 
 def goes_there_and_back(tool: str, path: str, before: bytes, after: bytes) -> None:
-    """Writes the file into a new folder, and has the tool apply the diff, and undo it."""
+    """Writes the file into a new folder, applies the diff with the tool, and reverses it."""
     diff = unified_diff(PurePosixPath(path), before, after)
     with tempfile.TemporaryDirectory() as folder:
         file = placed(Path(folder), path, before)
@@ -51,7 +51,7 @@ def placed(folder: Path, path: str, content: bytes) -> Path:
     return file
 
 
-def test_a_change_reads_as_git_writes_it() -> None:
+def test_a_diff_has_git_headers_and_names_the_function_of_its_hunk() -> None:
     before = b"import torch\n\n\ndef f(x):\n    a = 1\n    b = 2\n    c = 3\n    return x @ x\n"
     after = before.replace(b"    return x @ x\n", b"    return x\n")
     assert unified_diff(PurePosixPath("pkg/model.py"), before, after) == (
@@ -63,21 +63,21 @@ def test_a_change_reads_as_git_writes_it() -> None:
     )
 
 
-def test_a_missing_newline_at_the_end_is_said() -> None:
+def test_a_diff_marks_a_missing_newline_at_the_end_of_the_file() -> None:
     diff = unified_diff(PurePosixPath("m.py"), b"a", b"a\nb")
     assert diff.endswith(b"@@ -1 +1,2 @@\n-a\n\\ No newline at end of file\n+a\n+b\n\\ No newline at end of file\n")
 
 
-def test_no_change_is_no_diff() -> None:
+def test_equal_contents_give_an_empty_diff() -> None:
     assert unified_diff(PurePosixPath("m.py"), b"a\n", b"a\n") == b""
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_git_takes_any_path(path: str) -> None:
+def test_git_applies_and_reverses_a_diff_for_any_path(path: str) -> None:
     goes_there_and_back("git", path, b"a\r\nb\r\n", b"a\r\nc\r\n")
 
 
-def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
+def test_a_diff_equals_git_diff_apart_from_the_index_line(tmp_path: Path) -> None:
     for path in PATHS:
         file = placed(tmp_path, path, b"a\n")
         subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
@@ -91,18 +91,18 @@ def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
 
 @needs_patch
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_patch_takes_it_too(path: str) -> None:
+def test_patch_applies_and_reverses_a_diff(path: str) -> None:
     goes_there_and_back("patch", path, b"a\r\nb\r\nc", b"a\r\nc")
 
 
 @settings(max_examples=60)
 @given(before=CONTENT.filter(bool), after=CONTENT.filter(bool))
-def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, after: bytes) -> None:
+def test_git_applies_and_reverses_any_change_byte_for_byte(before: bytes, after: bytes) -> None:
     if before != after:
         goes_there_and_back("git", "m.py", before, after)
 
 
-def test_a_line_is_found_again_where_an_edit_has_moved_or_indented_it() -> None:
+def test_counterpart_finds_lines_that_an_edit_moved_or_indented() -> None:
     before = b"a = 1\nb = 2\nc = 3\nd = 4\n"
     after = b"import x\na = 1\nwith x:\n    b = 2\nc = 30\nd = 4\n"
     assert [counterpart(line, before, after) for line in range(1, 5)] == [2, 4, 0, 6]

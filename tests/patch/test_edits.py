@@ -1,7 +1,7 @@
-"""Edits of source files: `NAME.in.py` becomes `NAME.out.py`, which runs in FP32 where it must, and only there.
+"""Edits of source files: `NAME.in.py` becomes `NAME.out.py`, which runs only the pinned lines in FP32.
 
-The pins of a fixture stand in comments behind its lines: ``#! pin half: q, k; full: w`` pins a statement,
-and ``#! call self.attn`` a call on that line.
+The pins of a fixture are comments at the end of its lines: ``#! pin half: q, k; full: w`` pins a statement,
+and ``#! call self.attn`` pins a call on that line.
 """
 
 import ast
@@ -29,7 +29,7 @@ _MARK = re.compile(r"[ ]+#! (pin|call) ?(?P<callee>[\w.\[\]]+(?= |$))?(?P<names>
 
 
 def marked(name: str) -> tuple[str, list[LinePin], NamesSeen]:
-    """A fixture's source without its marks, the pins that they stand for, and what a trace saw."""
+    """A fixture's source without its marks, the pins of the marks, and the names that a trace saw."""
     return without_marks((FIXTURES / f"{name}.in.py").read_text(encoding="utf-8"))
 
 
@@ -56,7 +56,7 @@ def _names(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _function(number: int, lines: list[str]) -> str:
-    """The name of the function that a line stands in: the last ``def`` above it that is indented less."""
+    """The name of the function around a line: the last ``def`` above it that is indented less."""
     indent = len(lines[number - 1]) - len(lines[number - 1].lstrip())
     for line in reversed(lines[: number - 1]):
         start = len(line) - len(line.lstrip())
@@ -68,7 +68,7 @@ def _function(number: int, lines: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden) -> None:
+def test_an_edited_fixture_equals_its_golden_file(name: str, golden: Golden) -> None:
     text, pins, names = marked(name)
     edited = edit_source(text.encode(), pins, names)
     assert edited.refused == ()
@@ -77,7 +77,7 @@ def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden)
 
 
 def run_example(text: str, *, autocast: bool) -> list[torch.Tensor]:
-    """What a fixture's example returns for each of its edits, under CUDA's autocast on this CPU or without any."""
+    """The result of a fixture's example for each edit, under CUDA's autocast on this CPU or in full precision."""
     code: CodeType = compile(text, "<fixture>", "exec")
     namespace: dict[str, Any] = {"__name__": "fixture"}
     exec(code, namespace)
@@ -94,7 +94,7 @@ def run_example(text: str, *, autocast: bool) -> list[torch.Tensor]:
 
 
 class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: N801 - a context manager
-    """Casts to half become casts to float: what the example would return in FP32."""
+    """Turns casts to half into casts to float, so that the example runs in FP32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -104,7 +104,7 @@ class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_overflowed_before_is_finite_and_agrees_with_fp32_afterwards(name: str) -> None:
+def test_an_edit_makes_an_overflowing_result_finite_and_close_to_fp32(name: str) -> None:
     text, pins, names = marked(name)
     edited = edit_source(text.encode(), pins, names).source.decode()
     plain, wide, cured = (
@@ -119,8 +119,8 @@ def test_what_overflowed_before_is_finite_and_agrees_with_fp32_afterwards(name: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pins_of_what_has_been_edited_change_nothing(name: str) -> None:
-    """Another run, whose trace names the lines where they are now."""
+def test_pinning_lines_that_are_already_edited_changes_nothing(name: str) -> None:
+    """The second run's trace names the lines at their new places."""
     text, pins, names = marked(name)
     once = edit_source(text.encode(), pins, names).source
     lines = sorted({statement.lineno for statement in statements_in_blocks(ast.parse(once))})
@@ -132,7 +132,7 @@ def test_pins_of_what_has_been_edited_change_nothing(name: str) -> None:
 
 
 def names_after(names: NamesSeen, before: str, after: str) -> NamesSeen:
-    """What a trace of the edited file sees in half, and what it does not: all that a block assigns is in FP32."""
+    """The names that a trace of the edited file sees in half and in full: a block assigns only FP32 tensors."""
     half: dict[int, Collection[str]] = {}
     full: dict[int, Collection[str]] = {}
     for old, new in zip(functions_of(before), functions_of(after), strict=True):
@@ -149,13 +149,13 @@ def names_after(names: NamesSeen, before: str, after: str) -> NamesSeen:
 
 
 def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All functions and methods, but not those within them."""
+    """All functions and methods, except nested ones."""
     bodies = [node.body if isinstance(node, ast.ClassDef) else [node] for node in ast.parse(text).body]
     return [node for body in bodies for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> NamesSeen:
-    """Names that a trace saw, and not on any of the lines that are edited."""
+    """Names that a trace saw, but on none of the edited lines."""
     return NamesSeen({0: half}, {0: full})
 
 
@@ -181,7 +181,7 @@ AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
 
 @pytest.mark.parametrize("name", slow_but_for(["layout"], NAMES))
 @pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
-def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callable[[str], bytes]) -> None:
+def test_an_edit_keeps_line_endings_indentation_and_encoding(name: str, written: Callable[[str], bytes]) -> None:
     text, pins, names = marked(name)
     source = written(text)
     shift = source[: source.find(text.encode().split(b"\n")[0])].count(b"\n")
@@ -269,7 +269,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize(("text", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
-def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: str) -> None:
+def test_a_line_that_cannot_be_edited_is_unchanged_and_refused_with_a_reason(text: str, reason: str) -> None:
     source, pins, names = without_marks(text + "\n")
     edited = edit_source(source.encode(), pins, names)
     assert edited.source == source.encode()
@@ -279,13 +279,13 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: st
     assert refused.line in (marked_line, marked_line + 1, 0)
 
 
-def test_a_line_without_a_cast_to_lift_that_computes_nothing_is_refused_too() -> None:
+def test_a_lifted_pin_on_a_line_that_only_calls_modules_is_refused() -> None:
     source = b"import torch\n\ndef f(self, x):\n    return self.g(x)\n"
     edited = edit_source(source, [LinePin("f", (4,), casts_to_fp32=True)], seen_anywhere(("x",)))
     assert [one.reason for one in edited.refused] == ["it only calls modules or functions; pin what it calls"]
 
 
-def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None:
+def test_the_reason_for_an_untraced_line_says_how_to_edit_by_hand() -> None:
     (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))]).refused
     assert refused.reason.startswith("no replay runs this line itself, so ampdbg does not know which of its names hold")
     assert refused.reason.endswith(
@@ -293,25 +293,25 @@ def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None
     )
 
 
-def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:
+def test_a_refused_pin_does_not_block_the_other_pins() -> None:
     source = b"import torch\n\ndef f(x):\n    y = x @ x\n    y.add_(x)\n    return y * x\n"
     edited = edit_source(source, [LinePin("f", (4, 5, 6))], seen_anywhere(("x", "y")))
     assert [item.line for item in edited.refused] == [5]
     assert edited.source.count(b"enabled=False") == 2
 
 
-def test_a_line_that_is_not_in_the_file_is_named() -> None:
+def test_a_line_past_the_end_of_the_file_is_refused() -> None:
     (refused,) = edit_source(b"x = 1\n", [LinePin("f", (7,))], seen_anywhere(("x",))).refused
     assert (refused.line, refused.reason) == (7, "the file has 2 lines")
 
 
-def test_a_file_that_does_not_parse_is_named_with_its_line() -> None:
+def test_a_file_that_does_not_parse_is_refused_with_the_line_of_the_error() -> None:
     edited = edit_source(b"x = 1\ny = = 2\n", [LinePin("f", (1,))], seen_anywhere(("x",)))
     assert [item.line for item in edited.refused] == [2]
     assert edited.source == b"x = 1\ny = = 2\n"
 
 
-def test_a_file_in_another_encoding_than_it_claims_is_refused() -> None:
+def test_a_file_that_cannot_be_decoded_is_refused() -> None:
     (refused,) = edit_source("x = 'é'\n".encode("latin-1"), [LinePin("f", (1,))], seen_anywhere(("x",))).refused
     assert "cannot be decoded" in refused.reason
 
@@ -323,12 +323,12 @@ def test_a_line_that_has_moved_to_another_function_is_refused() -> None:
 
 
 @pytest.mark.parametrize("function", ["", "g", "A.g", "A.g.<locals>.<listcomp>", "g.<locals>.<lambda>"])
-def test_functions_are_known_by_their_name_or_qualified_name(function: str) -> None:
+def test_a_pin_accepts_the_bare_or_qualified_name_of_its_function(function: str) -> None:
     source = b"import torch\nclass A:\n    def g(self, x):\n        return x @ x\n"
     assert edit_source(source, [LinePin(function, (4,))], seen_anywhere(("x",))).refused == ()
 
 
-def test_no_pins_no_change() -> None:
+def test_a_file_without_pins_is_unchanged_even_if_it_does_not_parse() -> None:
     source = b"x = 1\r\n\ty = (\n"
     assert edit_source(source, []).source == source
 
@@ -337,7 +337,7 @@ def test_no_pins_no_change() -> None:
     torch.torch_version.TorchVersion(torch.__version__) < "2.7", reason="torch.compile of torch 2.6 cannot trace it"
 )
 @pytest.mark.parametrize("name", ["einsum_chain", "residuals"])
-def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_function_compiles_without_a_graph_break(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fixture")
     monkeypatch.setitem(sys.modules, "fixture", module)  # up to torch 2.10 torch.compile imports it by its name
     exec(compile((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"), name, "exec"), vars(module))
@@ -348,13 +348,13 @@ def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
-def test_an_import_for_types_alone_does_not_serve_at_run_time(test: str) -> None:
+def test_torch_that_is_imported_only_for_type_checking_is_imported_again(test: str) -> None:
     source = f"import typing\nif {test}:\n    import torch\n\ndef f(x):\n    return x @ x\n".encode()
     edited = edit_source(source, [LinePin("f", (6,))], seen_anywhere(("x",))).source
     assert edited.startswith(b"import typing\n\nimport torch\n")
 
 
-def test_a_call_in_a_function_of_a_qualified_name_is_pinned_in_that_function_alone() -> None:
+def test_a_call_pin_edits_only_the_function_of_its_qualified_name() -> None:
     source = b"class A:\n    def f(self, x):\n        return self.a(x)\n\n"
     source += source.replace(b"class A", b"class B")
     edited = edit_source(source, [LinePin("B.f", (7,), "self.a")], seen_anywhere(("x",))).source
@@ -362,7 +362,7 @@ def test_a_call_in_a_function_of_a_qualified_name_is_pinned_in_that_function_alo
     assert edited.count(b"enabled=False") == 1
 
 
-def test_a_name_holds_what_the_trace_saw_on_its_own_line_whatever_another_function_calls_so() -> None:
+def test_a_name_is_cast_only_on_lines_where_the_trace_saw_it_in_half() -> None:
     source = b"import torch\ndef f(q, k):\n    return q @ k\ndef g(q, k):\n    return q @ k\n"
     names = NamesSeen({3: (), 5: ("q", "k")}, {3: ("q", "k"), 5: ()})
     edited = edit_source(source, [LinePin("f", (3,)), LinePin("g", (5,))], names)
@@ -372,7 +372,7 @@ def test_a_name_holds_what_the_trace_saw_on_its_own_line_whatever_another_functi
     assert off + "        return q.float() @ k.float()\n" in edited.source.decode()
 
 
-def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_name() -> None:
+def test_the_device_is_that_of_an_argument_if_the_block_reads_no_tensor_by_name() -> None:
     source = b"import torch\ndef f(self, n, x):\n    rows = [self.a(x)]\n    return torch.cat(rows).sum()\n"
     edited = edit_source(source, [LinePin("f", (4,))], seen_anywhere(full=("x",)))
     assert edited.refused == ()
@@ -390,7 +390,7 @@ def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_na
         ),
     ],
 )
-def test_what_may_be_none_by_default_is_cast_where_it_is_not_none(line: str, cast: str) -> None:
+def test_an_argument_that_defaults_to_none_is_cast_only_where_it_is_not_none(line: str, cast: str) -> None:
     source = f"import torch\ndef f(x, q=None, k=None):\n    {line}\n".encode()
     edited = edit_source(source, [LinePin("f", (3,))], NamesSeen({3: ("x", "q", "k")}))
     assert edited.refused == ()
@@ -399,7 +399,7 @@ def test_what_may_be_none_by_default_is_cast_where_it_is_not_none(line: str, cas
     assert cast in edited.source.decode()
 
 
-def test_what_may_be_a_number_is_cast_where_it_is_asked_for_a_method_and_nowhere_else() -> None:
+def test_a_name_that_may_hold_a_number_is_cast_only_in_calls_of_its_methods() -> None:
     source = (
         b"import torch\ndef f(xs):\n    h = 0\n    for x in xs:\n        h = h + x\n        y = h.mul(3e4).mul(h)\n"
     )
@@ -409,21 +409,21 @@ def test_what_may_be_a_number_is_cast_where_it_is_asked_for_a_method_and_nowhere
     assert "            y = h.float().mul(3e4).mul(h)\n" in edited
 
 
-def test_what_a_later_line_is_sure_of_says_nothing_of_what_the_name_held_before() -> None:
+def test_a_name_that_may_be_none_is_guarded_despite_a_later_assignment() -> None:
     lines = "    k = q * (q if k is None else k)\n    y = k * 2.0 + q\n"
     source = f"import torch\ndef f(q, k=None):\n{lines}    return y\n".encode()
     edited = edit_source(source, [LinePin("f", (3, 4))], seen_anywhere(("q", "k"))).source.decode()
     assert "        if k is not None:\n            k = k.float()\n" in edited
 
 
-def test_a_store_between_two_pinned_lines_keeps_what_it_stores() -> None:
+def test_a_store_between_two_pinned_lines_stays_outside_the_fp32_blocks() -> None:
     source = b"import torch\ndef f(self, h):\n    a = h * h\n    self.last = h\n    b = h + a\n    return b\n"
     edited = edit_source(source, [LinePin("f", (3, 5))], seen_anywhere(("h", "a"))).source
     assert b"\n    self.last = h\n" in edited
 
 
 @pytest.mark.parametrize("element", ['d["a"]', "d['a']"])
-def test_what_the_device_is_taken_from_keeps_its_quotes(element: str) -> None:
+def test_the_device_expression_keeps_the_quotes_of_the_source(element: str) -> None:
     source = f"import torch\ndef f(d):\n    return {element} * 2.0\n".encode()
     edited = edit_source(source, [LinePin("f", (3,))], seen_anywhere((element,))).source.decode()
     assert f"device_type={element}.device.type, enabled=False" in edited

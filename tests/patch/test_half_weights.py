@@ -1,4 +1,4 @@
-"""Half weights as edits: where a script writes that its weights are half, and what a person would write instead."""
+"""Half weights as edits: the line that makes the weights half, and the line that replaces it."""
 
 import runpy
 import sys
@@ -58,18 +58,18 @@ class Accelerator:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for a script; a library ``accelerate`` of a few lines is installed beside it."""
+    """A folder for a script, next to a small installed library ``accelerate``."""
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "accelerate.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(str(installed))
-    monkeypatch.setitem(sys.modules, "accelerate", None)  # its end gives later tests the one they had, or none
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # teardown restores the previous state
     del sys.modules["accelerate"]
     return tmp_path
 
 
 def edits_of(folder: Path, text: str) -> WeightEdits:
-    """What there is to edit in a script of this text, which has run."""
+    """Runs a script with this text, and returns its edits."""
     file = folder / "train.py"
     file.write_text(text, encoding="utf-8")
     try:
@@ -82,7 +82,7 @@ def edits_of(folder: Path, text: str) -> WeightEdits:
 
 
 def edited(edits: WeightEdits) -> str:
-    """The text of the script with the edits."""
+    """The text of the edited script."""
     (edit,) = edits.made()
     return edit.after.decode()
 
@@ -145,7 +145,7 @@ def edited(edits: WeightEdits) -> str:
         "text",
     ],
 )
-def test_the_line_that_makes_the_weights_half_makes_them_float32_and_the_loop_runs_under_autocast(
+def test_the_edit_creates_float32_weights_and_runs_the_loop_under_autocast(
     folder: Path, before: str, after: str
 ) -> None:
     edits = edits_of(folder, HEAD + before + LOOP)
@@ -155,7 +155,7 @@ def test_the_line_that_makes_the_weights_half_makes_them_float32_and_the_loop_ru
     assert edits.lowers
 
 
-def test_what_the_patched_script_does_is_not_left_to_be_done_by_hand(folder: Path) -> None:
+def test_steps_by_hand_are_only_those_that_the_patched_script_still_lacks(folder: Path) -> None:
     edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP)
     weights_in_float32(edits)
     edits.refused.append("by hand: line 1")
@@ -178,7 +178,7 @@ def test_a_call_without_gradients_outside_autocast_is_noted(folder: Path) -> Non
         assert tuple(notes.outside) == outside
 
 
-def test_the_calls_of_a_large_project_are_all_looked_at(folder: Path) -> None:
+def test_beta2_is_lowered_in_every_file_of_a_large_project(folder: Path) -> None:
     edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP)
     files = [folder / f"part{number}.py" for number in range(40)]
     for file in files:
@@ -198,13 +198,13 @@ def test_a_frozen_model_keeps_its_half_weights(folder: Path) -> None:
     assert edited(edits) == HEAD + teacher + "model = nn.Linear(4, 4)\n" + IN_AUTOCAST
 
 
-def test_a_loop_that_runs_under_autocast_is_left_as_it_is(folder: Path) -> None:
+def test_a_loop_that_already_runs_under_autocast_is_unchanged(folder: Path) -> None:
     edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + IN_AUTOCAST)
     weights_in_float32(edits)
     assert edited(edits) == HEAD + "model = nn.Linear(4, 4)\n" + IN_AUTOCAST
 
 
-def test_accelerate_is_asked_for_autocast(folder: Path) -> None:
+def test_a_script_with_accelerate_gets_mixed_precision_and_no_autocast_block(folder: Path) -> None:
     made = "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
     loop = LOOP.replace("loss.backward()", "accelerator.backward(loss)")
     edits = edits_of(folder, HEAD + made + "model = nn.Linear(4, 4).bfloat16()\n" + loop)
@@ -213,7 +213,7 @@ def test_accelerate_is_asked_for_autocast(folder: Path) -> None:
     assert edited(edits) == HEAD + asked + "model = nn.Linear(4, 4)\n" + loop
 
 
-def test_a_forward_and_a_backward_pass_in_one_statement_are_left_to_the_reader(folder: Path) -> None:
+def test_a_forward_and_backward_pass_in_one_statement_get_an_instruction_and_no_edit(folder: Path) -> None:
     loop = (
         LOOP.replace("    loss = ", "    ").replace(".sum()", ".sum().backward()").replace("    loss.backward()\n", "")
     )
@@ -225,7 +225,7 @@ def test_a_forward_and_a_backward_pass_in_one_statement_are_left_to_the_reader(f
     ]
 
 
-def test_several_statements_on_a_line_stay_together(folder: Path) -> None:
+def test_several_statements_on_one_line_stay_on_one_line(folder: Path) -> None:
     several = "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
     batch = "    x = torch.ones(2, 4).to(next(model.parameters()).dtype); loss = model(x).sum()\n"
     text = HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP.splitlines(keepends=True)[0] + "for _ in range(2):\n"
@@ -235,7 +235,7 @@ def test_several_statements_on_a_line_stay_together(folder: Path) -> None:
     assert edited(edits) == text.replace(".bfloat16()", "") + autocast + batch + several
 
 
-def test_norms_alone_are_made_float32_behind_the_cast(folder: Path) -> None:
+def test_norms_are_made_float32_after_the_cast_to_half(folder: Path) -> None:
     made = "model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).bfloat16()\n"
     edits = edits_of(folder, HEAD + made + LOOP)
     norms_in_float32(edits)
@@ -243,7 +243,7 @@ def test_norms_alone_are_made_float32_behind_the_cast(folder: Path) -> None:
     assert edited(edits) == HEAD + made + norms + IN_AUTOCAST
 
 
-def test_a_line_that_makes_one_parameter_half_names_no_model_whose_norms_could_be_made_float32(folder: Path) -> None:
+def test_the_norm_edit_is_refused_if_the_cast_line_does_not_name_the_model(folder: Path) -> None:
     cast = "model = nn.LayerNorm(4)\nfor p in model.parameters():\n    p.data = p.data.bfloat16()\n"
     edits = edits_of(folder, HEAD + cast + LOOP)
     norms_in_float32(edits)
@@ -253,7 +253,7 @@ def test_a_line_that_makes_one_parameter_half_names_no_model_whose_norms_could_b
     ]
 
 
-def test_parameters_take_any_attribute_as_before_and_float32_data_is_no_cast(folder: Path) -> None:
+def test_assigning_float32_data_is_not_a_cast_and_parameters_keep_no_setattr_hook(folder: Path) -> None:
     cast = "model = nn.Linear(4, 4)\nmodel.weight.data = model.weight.data * 2.0\nmodel.weight.note = 'kept'\n"
     edits = edits_of(folder, HEAD + cast + LOOP)
     assert edits.lines.casts == ()
@@ -268,7 +268,7 @@ def test_parameters_take_any_attribute_as_before_and_float32_data_is_no_cast(fol
         ("betas=(0.8, 0.999)", "betas=(0.8, 0.95)"),
     ],
 )
-def test_beta2_is_lowered_where_the_optimizer_is_made(folder: Path, before: str, after: str) -> None:
+def test_beta2_is_lowered_on_the_line_that_creates_the_optimizer(folder: Path, before: str, after: str) -> None:
     loop = LOOP.replace("SGD(model.parameters(), 0.1)", f"AdamW(model.parameters(), {before})")
     text = HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + loop
     edits = edits_of(folder, text)
@@ -286,7 +286,7 @@ measured(model)
 """
 
 
-def test_the_loop_is_that_of_the_last_backward_pass_before_a_step_and_not_one_that_measures_memory(
+def test_the_training_loop_is_that_of_the_last_backward_pass_before_a_step(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "train.py"
@@ -300,7 +300,7 @@ def test_the_loop_is_that_of_the_last_backward_pass_before_a_step_and_not_one_th
     assert str(file) in notes.loop.files
 
 
-def test_calls_of_libraries_take_a_keyword_in_the_files_of_the_loop_alone(tmp_path: Path) -> None:
+def test_library_calls_get_the_keyword_only_in_files_of_the_loop_if_these_are_known(tmp_path: Path) -> None:
     (train, other) = files = [tmp_path / name for name in ("train.py", "generate.py")]
     for file in files:
         file.write_text("import lightning as L\n\nfabric = L.Fabric(devices=1)\n")

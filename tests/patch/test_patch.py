@@ -1,4 +1,4 @@
-"""From pins to edits: which function is edited, how much of it, and what the reader of the patch is told."""
+"""From pins to edits: the function that is edited, the lines that change, and the notes for the reader."""
 
 import importlib.util
 import textwrap
@@ -32,19 +32,19 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Written:
-    """A file with a model, on which pins are planned as after a trace of one forward pass."""
+    """A file with a model; pins on it are planned after a trace of one forward pass."""
 
     file: Path
     model: torch.nn.Module
     makings: Constructions
 
     def line(self, text: str) -> int:
-        """The only line that holds a text."""
+        """The number of the only line that contains the text."""
         (number,) = (n for n, line in enumerate(self.file.read_text().splitlines(), 1) if text in line)
         return number
 
     def pin(self, name: str, line: str, function: str = "forward") -> Pin:
-        """A pin with one site, on the line that holds a text."""
+        """A pin with one site, on the line that contains the text."""
         source = Source(str(self.file), self.line(line), function, line)
         module = name.removesuffix(":own")
         site = PinSite("forward", module, "aten.mul.Tensor", source, 1e6)
@@ -53,7 +53,7 @@ class Written:
     def planned(
         self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({}), close: Sequence[Line] = ()
     ) -> Patch:
-        """The patch; ``calls`` lead to lines of an installed library, lines ``close`` to the limit are all modules'."""
+        """The patch. ``calls`` map library lines to user calls; every module has the lines ``close`` to the limit."""
         lines = OwnLines(dict.fromkeys((pin.module for pin in pins), frozenset(close)), frozenset(), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
@@ -61,7 +61,7 @@ class Written:
         return planned(PlanInputs(self.model, tuple(pins), lines, names, self.makings))
 
     def changed(self, patch: Patch) -> str:
-        """The lines that the patch adds, without what they are indented by in common."""
+        """The lines that the patch adds, without their common indentation."""
         (edit,) = patch.edits
         before = edit.before.decode().splitlines()
         return textwrap.dedent("\n".join(line for line in edit.after.decode().splitlines() if line not in before))
@@ -95,7 +95,7 @@ PROJ = "self.proj = nn.Linear(4, 4)"
 
 
 def module(name: str, forward: str, made: str = "", *, base: str = "nn.Module", takes: str = "x") -> str:
-    """A class of a module: the lines of its forward, and those that make its children."""
+    """The source of a module class: ``forward`` are the lines of its forward, and ``made`` creates its children."""
     init = f"    def __init__(self):\n        super().__init__()\n        {made}\n\n" * bool(made)
     lines = forward.replace("\n", "\n        ")
     return f"class {name}({base}):\n{init}    def forward(self, {takes}):\n        {lines}\n\n\n"
@@ -112,7 +112,7 @@ TWO_CLASSES = (
 )
 
 
-def test_a_call_is_edited_in_the_class_that_makes_it_and_in_no_other(write: Write) -> None:
+def test_a_call_is_edited_only_in_the_class_that_contains_the_call(write: Write) -> None:
     net = write(TWO_CLASSES)
     patch = net.planned(net.pin("1.proj", "y - self"))
     assert titles(patch) == ["self.proj() in Big.forward of net.py"]
@@ -157,12 +157,12 @@ def logged(function):
         ("4.proj", "self.proj() in Decorated.forward of net.py"),
     ],
 )
-def test_the_forward_that_makes_the_call_may_be_inherited_or_decorated(write: Write, name: str, title: str) -> None:
+def test_a_call_is_edited_in_an_inherited_or_decorated_forward(write: Write, name: str, title: str) -> None:
     net = write(INHERITED)
     assert titles(net.planned(net.pin(name, "return x + self.proj(x)"))) == [title]
 
 
-def test_what_else_runs_the_edited_code_is_told(write: Write) -> None:
+def test_a_note_counts_the_unpinned_instances_that_inherit_the_edited_forward(write: Write) -> None:
     net = write(INHERITED)
     (inherited,) = net.planned(net.pin("0.proj", "return x + self.proj(x)")).units
     assert inherited.notes == ("applies to all 2 instances of Block, 1 of them in the set",)
@@ -173,7 +173,7 @@ def test_what_else_runs_the_edited_code_is_told(write: Write) -> None:
 OWN = module("GLU", "h = self.proj(x)\nreturn h * h.abs()", PROJ) + build("nn.Sequential(GLU(), GLU(), GLU())")
 
 
-def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -> None:
+def test_a_note_counts_all_instances_and_pinned_instances_of_an_edited_class(write: Write) -> None:
     net = write(OWN)
     pins = [net.pin(f"{i}:own", "h * h.abs()") for i in range(3)]
     assert net.planned(pins[1]).units[0].notes == ("applies to all 3 instances of GLU, 1 of them in the set",)
@@ -182,7 +182,7 @@ def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -
     assert net.planned(net.pin("1:own", "h * h.abs()"), Pin("")).units[0].notes == ()
 
 
-def test_a_line_that_is_only_close_to_the_limit_refuses_nothing_where_it_cannot_be_edited(write: Write) -> None:
+def test_a_line_close_to_the_limit_that_cannot_be_edited_does_not_block_the_patch(write: Write) -> None:
     net = write(OWN)
     close = (str(net.file), net.line("h = self.proj(x)"), "forward")
     patch = net.planned(*(net.pin(f"{i}:own", "h * h.abs()") for i in range(3)), close=[close])
@@ -224,7 +224,7 @@ HELPERS = (
     [("a * self.first", "<listcomp>"), ("t - t", "<lambda>"), ("t / t", "<lambda>")],
     ids=["half tensors in a dict", "a child in the line", "a child through a method"],
 )
-def test_own_lines_that_cannot_be_wrapped_go_by_name_and_never_take_the_children_along(
+def test_own_lines_that_cannot_be_wrapped_are_pinned_by_name_without_the_children(
     write: Write, line: str, function: str
 ) -> None:
     net = write(HELPERS)
@@ -246,7 +246,7 @@ CHILDREN = "self.embed, self.cross = nn.Linear(4, 4), nn.MultiheadAttention(4, 2
         ),
     ],
 )
-def test_a_call_whose_result_is_taken_apart_is_wrapped_and_its_half_arguments_cast(
+def test_a_call_with_an_unpacked_or_indexed_result_is_wrapped_with_cast_inputs(
     write: Write, line: str, cast: str
 ) -> None:
     net = write(module("Pooler", f"h = self.embed(x)\n{line}\nreturn pooled", CHILDREN) + build("Pooler()"))
@@ -263,7 +263,7 @@ WITH_SIZES = (
 )
 
 
-def test_of_a_line_the_names_are_cast_that_were_seen_in_half(write: Write) -> None:
+def test_names_that_the_trace_saw_in_half_are_cast(write: Write) -> None:
     net = write(WITH_SIZES)
     patch = net.planned(net.pin("energy", "h * h"))
     assert titles(patch) == ["line 9 of net.py"]
@@ -274,7 +274,7 @@ def test_of_a_line_the_names_are_cast_that_were_seen_in_half(write: Write) -> No
     ("lines", "title"),
     [((7,), "line 7 of a.py"), ((7, 9), "lines 7 and 9 of a.py"), ((7, 8), "lines 7 to 8 of a.py")],
 )
-def test_lines_are_told_as_they_stand(lines: tuple[int, ...], title: str) -> None:
+def test_a_title_names_one_line_or_two_lines_or_a_range_of_lines(lines: tuple[int, ...], title: str) -> None:
     assert lines_title("/x/a.py", lines) == title
 
 
@@ -283,7 +283,7 @@ WRAPPER = module("Layer", "return torch.relu(self.proj(x))", PROJ) + build(
 )
 
 
-def test_a_class_that_is_used_more_widely_than_the_set_is_left_alone_and_its_module_goes_by_name(write: Write) -> None:
+def test_a_module_is_pinned_by_name_if_few_instances_of_its_class_are_pinned(write: Write) -> None:
     net = write(WRAPPER)
     patch = net.planned(net.pin("1.proj", "self.proj(x)"))
     assert titles(patch) == ["1.proj, by name"]
@@ -292,7 +292,7 @@ def test_a_class_that_is_used_more_widely_than_the_set_is_left_alone_and_its_mod
     )
 
 
-def test_of_a_copied_model_no_line_is_known_that_creates_it(write: Write) -> None:
+def test_a_pin_by_name_on_a_copied_model_is_refused(write: Write) -> None:
     looped = module(
         "Net", "for layer in self.layers:\n    x = layer(x)\nreturn x", "self.layers = nn.ModuleList([nn.GELU()])"
     )
@@ -301,14 +301,14 @@ def test_of_a_copied_model_no_line_is_known_that_creates_it(write: Write) -> Non
     assert refused.reason.startswith("no line of your code is known to create or call layers.0: a copied or unpickled")
 
 
-def test_most_instances_of_a_class_are_pinned_where_it_is_written(write: Write) -> None:
+def test_a_class_is_edited_if_most_of_its_instances_are_pinned(write: Write) -> None:
     net = write(WRAPPER)
     patch = net.planned(*(net.pin(f"{i}.proj", "self.proj(x)") for i in range(3)))
     assert titles(patch) == ["self.proj() in Layer.forward of net.py"]
 
 
 def tower(lines: str, first: str, given: str) -> str:
-    """A model of one child, the first and the other lines of whose forward these are."""
+    """A model of one child; ``first`` and ``lines`` are the lines of the child's forward."""
     return (
         module("Tower", f"h = {first}\n{lines}\nreturn h")
         + module("Net", f"return self.tower({given})", "self.tower = Tower()", takes="y")
@@ -316,7 +316,7 @@ def tower(lines: str, first: str, given: str) -> str:
     )
 
 
-def test_the_line_of_a_module_without_children_is_wrapped_rather_than_its_call(write: Write) -> None:
+def test_a_module_without_children_has_its_own_line_wrapped_and_not_its_call(write: Write) -> None:
     net = write(tower("h = h + h", "x", "y.half()"))
     assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["line 10 of net.py"]
 
@@ -328,7 +328,7 @@ TWO_CALLS = (
 )
 
 
-def test_a_librarys_function_that_is_called_on_two_lines_is_wrapped_on_both(write: Write, tmp_path: Path) -> None:
+def test_a_library_function_that_is_called_on_two_lines_is_wrapped_on_both(write: Write, tmp_path: Path) -> None:
     net = write(TWO_CALLS)
     library = str(tmp_path / "site-packages" / "energies.py")
     sites = tuple(PinSite("forward", "", "aten.mul.Tensor", Source(library, at, "f", ""), 1e6) for at in (3, 4))

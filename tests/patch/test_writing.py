@@ -1,4 +1,4 @@
-"""Edited files: all are written or none, permissions are kept, and uncommitted work is never overwritten."""
+"""Edited files: all or none are written, permissions are kept, and uncommitted work is overwritten only if forced."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ NEW = {"a.py": b"a.py edited", "b.py": b"b.py edited"}
 
 @needs_git
 @pytest.mark.parametrize("stage", [False, True], ids=["changed", "staged"])
-def test_a_file_with_uncommitted_changes_is_refused_by_name(repository: Path, stage: bool) -> None:
+def test_a_file_with_uncommitted_changes_is_refused_by_name_unless_forced(repository: Path, stage: bool) -> None:
     (repository / "b.py").write_bytes(b"mine")
     if stage:
         git(repository, "add", "b.py")
@@ -58,7 +58,7 @@ def test_a_file_with_uncommitted_changes_is_refused_by_name(repository: Path, st
 
 
 @needs_git
-def test_a_file_that_git_does_not_track_is_refused_and_hinders_no_other(repository: Path) -> None:
+def test_an_untracked_file_is_refused_and_does_not_block_other_files(repository: Path) -> None:
     (repository / "c.py").write_bytes(b"untracked")
     with pytest.raises(PatchError, match=r"c\.py"):
         write_edits([FileEdit(repository / "c.py", b"untracked", b"edited")])
@@ -67,7 +67,7 @@ def test_a_file_that_git_does_not_track_is_refused_and_hinders_no_other(reposito
 
 
 @needs_git
-def test_committed_files_are_written_and_the_check_leaves_no_trace_in_the_repository(repository: Path) -> None:
+def test_committed_files_are_written_and_the_git_index_is_unchanged(repository: Path) -> None:
     index = repository / ".git" / "index"
     os.utime(repository / "a.py", (1, 1))
     before = index.read_bytes()
@@ -77,7 +77,7 @@ def test_committed_files_are_written_and_the_check_leaves_no_trace_in_the_reposi
 
 
 @pytest.mark.parametrize("has_git", [True, False])
-def test_files_outside_of_any_repository_and_without_git_are_written(
+def test_files_outside_a_repository_are_written_with_or_without_git(
     has_git: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_git:
@@ -88,7 +88,7 @@ def test_files_outside_of_any_repository_and_without_git_are_written(
 
 
 @pytest.mark.parametrize(("now", "message"), [(b"else", "has changed"), (None, "is gone")])
-def test_a_file_that_is_not_as_expected_is_refused(tmp_path: Path, now: bytes | None, message: str) -> None:
+def test_a_changed_or_missing_file_is_refused_even_if_forced(tmp_path: Path, now: bytes | None, message: str) -> None:
     file = tmp_path / "a.py"
     if now is not None:
         file.write_bytes(now)
@@ -98,7 +98,7 @@ def test_a_file_that_is_not_as_expected_is_refused(tmp_path: Path, now: bytes | 
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_when_one_cannot_be_written_none_is(
+def test_no_file_is_changed_if_a_write_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     for name in OLD:
@@ -117,7 +117,7 @@ def test_when_one_cannot_be_written_none_is(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions and links of POSIX")
-def test_permissions_and_links_are_kept(tmp_path: Path) -> None:
+def test_writing_keeps_permissions_symlinks_and_hard_links(tmp_path: Path) -> None:
     file, link = tmp_path / "a.py", tmp_path / "link.py"
     file.write_bytes(b"a")
     file.chmod(0o750)

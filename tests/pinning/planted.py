@@ -1,4 +1,4 @@
-"""Models of any number of modules with culprits planted among them: layers whose inner product is beyond half."""
+"""Models of any number of modules with planted culprits: layers whose inner product is beyond half."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ GAIN = 300.0
 
 
 class Steady(nn.Module):
-    """A layer that keeps its values near 1, whatever comes in."""
+    """A layer that keeps its values near 1 for any input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Steady(nn.Module):
 
 
 class Spike(Steady):
-    """Its product is 90,000 times as large as what comes in, and scaled down again: only FP16 minds."""
+    """Its product is 90,000 times as large as its input, and is scaled down again: only FP16 overflows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         large = (x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH, device=x.device))
@@ -36,7 +36,7 @@ class Spike(Steady):
 
 
 class BackwardSpike(torch.autograd.Function):
-    """The identity, whose gradient takes a detour of ``gain`` times its size in the dtype that it comes in."""
+    """The identity; in its own dtype, the gradient is multiplied by ``gain`` and divided again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: float = 2.0**30) -> torch.Tensor:
@@ -49,14 +49,14 @@ class BackwardSpike(torch.autograd.Function):
 
 
 class SpikeInGradients(Steady):
-    """Forward as any other layer; only its backward pass overflows, at any loss scale worth having."""
+    """Its forward pass is like that of other layers; its backward pass overflows at any useful loss scale."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(BackwardSpike.apply(x @ self.weight), (WIDTH,))
 
 
 class MildSpikeInGradients(Steady):
-    """Its backward pass overflows at a loss scale of 1,024, and at one of 64 no more."""
+    """Its backward pass overflows at a loss scale of 1,024, but not at 64."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(BackwardSpike.apply(x @ self.weight, 2.0**14), (WIDTH,))
@@ -74,7 +74,7 @@ KINDS: dict[str, type[Steady]] = {"spike": Spike, "backward": SpikeInGradients, 
 
 
 class Block(nn.Module):
-    """Layers one after another with a residual connection; checkpointed where asked for."""
+    """Layers in a chain with a residual connection, optionally checkpointed."""
 
     def __init__(self, layers: Sequence[nn.Module], checkpointed: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Planted(nn.Module):
-    """About ``modules`` modules in blocks of ``depth`` layers; the layers of the numbers in ``culprits`` overflow."""
+    """About ``modules`` modules in blocks of ``depth`` layers; the layers with the numbers ``culprits`` overflow."""
 
     def __init__(
         self,
@@ -121,18 +121,18 @@ def name_of(culprit: int, depth: int = 6) -> str:
 
 
 def chain(**parts: Callable[[], nn.Module]) -> nn.Sequential:
-    """One after another, of the same weights each time."""
+    """The parts in a chain, with the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(OrderedDict((name, make()) for name, make in parts.items()))
 
 
 def named(name: str) -> nn.Module:
-    """One spike, of this name."""
+    """A chain with one spike of this name."""
     return chain(**{name: Spike, "steady": Steady})
 
 
 class Shared(nn.Module):
-    """One spike that is called three times, and overflows in the third call alone."""
+    """One spike that is called three times, and overflows only in the third call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ class SizeOfItsInput(Steady):
 
 
 class Choice(nn.Module):
-    """Adds a part of its input where a product is above 2,048, by ``excess``: one of 0.4 is below FP16's precision, and
-    the weight of that part then has no gradient at any loss scale. The weight is 0, so the output is the same."""
+    """Adds a part of its input if a product exceeds 2,048, which it does by ``excess``. FP16 rounds an excess of 0.4
+    away: the part's weight then has no gradient at any loss scale. The weight is 0, so the output is the same."""
 
     height: torch.Tensor
 
@@ -170,13 +170,13 @@ class Choice(nn.Module):
 
 
 def chooser(excess: float) -> nn.Module:
-    """With the spike in FP32 gradients are finite at a lower loss scale, and FP16 may choose otherwise than FP32."""
+    """With the spike in FP32, gradients are finite at a lower loss scale; FP16 may choose otherwise than FP32."""
     choice = functools.partial(Choice, excess)
     return chain(choice=choice, spike=SpikeInGradients, mild=MildSpikeInGradients)
 
 
 class SpikeInHalfAlone(Steady):
-    """What it does is seen in float16 alone: bfloat16 takes another path."""
+    """Overflows only in float16: bfloat16 takes another path."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = x @ self.weight
@@ -186,7 +186,7 @@ class SpikeInHalfAlone(Steady):
 
 
 class Steeper(torch.autograd.Function):
-    """The identity, whose gradient is so many times as large."""
+    """The identity, whose gradient is ``gain`` times as large."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gain: float) -> torch.Tensor:
@@ -199,7 +199,7 @@ class Steeper(torch.autograd.Function):
 
 
 class CastBack(nn.Module):
-    """A layer whose output is read in FP32: its gradient, of any ``gain`` there, becomes half again with the output."""
+    """A layer whose output is read in FP32: the gradient, times ``gain`` there, is cast back to half at the output."""
 
     def __init__(self, gain: float) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class CastBack(nn.Module):
 
 
 class Steep(nn.Module):
-    """``count`` layers, of which those of the numbers in ``culprits`` are given gradients beyond half."""
+    """``count`` layers; those with the numbers ``culprits`` get gradients beyond half."""
 
     def __init__(self, count: int, culprits: Sequence[int]) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Steep(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Layers that are given the same, each of which overflows in float16 alone: none hides another one."""
+    """Layers with the same input, each of which overflows only in float16: none hides another."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class SideBySide(nn.Module):
 
 
 class Saturated(nn.Module):
-    """Layers in a chain, each of which overflows, also in FP32's range, and is squashed: no infinity leaves it."""
+    """Layers in a chain, each of which overflows, even in FP32's range, and is squashed: no infinity leaves a layer."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Product(Steady):
 
 
 class Meek(Steady):
-    """Overflows where its input has come in FP32: what a kernel without a half path does inside."""
+    """Overflows if its input is FP32, like a kernel without a half path."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gain = GAIN if x.dtype is torch.float32 else 1.0
@@ -268,7 +268,7 @@ class Meek(Steady):
 
 
 def roused() -> nn.Module:
-    """Behind a spike a layer that overflows on what the spike's FP32 result holds, and not on a half one."""
+    """A spike, and a layer that overflows on the spike's FP32 result but not on its half result."""
     return chain(spike=Product, meek=Meek, after=Steady)
 
 
@@ -280,7 +280,7 @@ class Large(Steady):
 
 
 class Alternatives(nn.Module):
-    """A product of two halves' scales: either one in FP32 is enough."""
+    """The product of two half factors: either one in FP32 is enough."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Alternatives(nn.Module):
 
 
 def narrow() -> nn.Module:
-    """Gradients of its output are beyond half at any loss scale; behind that layer they are at a large one alone."""
+    """Gradients of its output are beyond half at any loss scale, and those of ``hidden`` only at a large one."""
     linear = functools.partial(nn.Linear, WIDTH, WIDTH)
     made = chain(hidden=linear, out=linear)
     nn.init.normal_(made.get_parameter("out.weight"), std=0.01)
@@ -300,18 +300,18 @@ def narrow() -> nn.Module:
 
 
 def likelihood(output: torch.Tensor, target: torch.Tensor, log_precision: float = 14.0) -> torch.Tensor:
-    """The negative logarithm of a Gaussian likelihood, but for a constant, summed over the features."""
+    """The negative logarithm of a Gaussian likelihood up to a constant, summed over the features."""
     squares = (output.float() - target).square().sum(-1).mean()
     return 0.5 * (math.exp(log_precision) * squares - log_precision)
 
 
 def broad_likelihood(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The same of a variance of 1: its gradients are small."""
+    """The same with a variance of 1: its gradients are small."""
     return likelihood(output, target, log_precision=0.0)
 
 
 class Sometimes(nn.Module):
-    """A spike in three of ten calls, by an iterator, which no replay can put back."""
+    """A spike in three of ten calls, chosen by an iterator that no replay can restore."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A workload in a file of its own: layers of which some overflow, or the loss does; and what a found set is."""
+"""A workload in its own file, in which some layers or the loss overflow; and the check of a found set."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def names(*culprits: int) -> tuple[str, ...]:
 
 
 def assert_found(record: Record, *names: str) -> None:
-    """That the set is this one, minimal, and proven on further batches."""
+    """Asserts that the set has these names, is minimal, and is proven on further batches."""
     search = record.search
     assert search is not None
     assert (search.outcome, search.message, search.minimal) == ("found", "", True)

@@ -1,4 +1,4 @@
-"""Why a trial fails, in a line: an op's value is told of where that is beyond the format, and else what explains it."""
+"""The one-line reason why a trial fails: the op's value if that is beyond the format, otherwise another cause."""
 
 import math
 from dataclasses import replace
@@ -45,7 +45,7 @@ WHY = {
 }
 
 
-def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
+def test_the_reason_names_the_module_outputs_if_the_step_ended_before_its_loss() -> None:
     def why(low: float) -> str:
         replays = (Replay("float16", 1.0, low, 1.0), Replay("float32", 1.0, 2.0, 1.0))
         return health_of(Investigation(3, "loss", *replays, reach="modules"), is_silent=False).why
@@ -56,7 +56,7 @@ def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", WHY)
-def test_a_trial_says_what_explains_its_failure(name: str) -> None:
+def test_the_reason_of_a_failed_trial_names_the_op_and_its_cause(name: str) -> None:
     producer, why = WHY[name]
     low = Replay("float16", 1.0, math.nan, math.nan, producers=(producer,))
     fp32 = Replay("float32", 1.0, 2.0, 1.0)

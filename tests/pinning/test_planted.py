@@ -1,4 +1,4 @@
-"""``bisect`` on models with planted culprits: the set that is found is exactly the planted one, within few trials."""
+"""``bisect`` on models with planted culprits: it finds exactly the planted set, within few trials."""
 
 import itertools
 import math
@@ -64,17 +64,17 @@ SEARCHES = [
     *(("guided", *size) for size in ((50, 1), (50, 3), (50, 8), (500, 1), (500, 4), (500, 8), (2000, 8))),
     *(("ddmin", *size) for size in ((50, 1), (50, 3), (50, 8), (500, 2), (2000, 1))),
 ]
-"""The strategy, how many modules there are, and how many culprits among them."""
+"""The strategy, the number of modules, and the number of culprits."""
 
 
 @pytest.mark.parametrize("search", slow_but_for([("guided", 50, 1)], SEARCHES), ids=str)
-def test_the_planted_set_is_found_within_the_bound(search: tuple[str, int, int], tmp_path: Path) -> None:
+def test_bisect_finds_the_planted_set_within_the_bound_on_trials(search: tuple[str, int, int], tmp_path: Path) -> None:
     strategy, modules, count = search
     culprits = culprits_of(modules, count, seed=modules + count)
     record = bisected(tmp_path, "Planted", {"modules": modules, "culprits": culprits}, strategy=strategy)
     assert_found(record, *map(name_of, culprits))
     assert record.search is not None
-    # One more proves the set of the guided search as a whole.
+    # The guided search needs one more trial to prove the whole set.
     most = 2 * count + 2 if strategy == "guided" else 3 * count * math.log2(record.search.modules) + 10
     assert len(searched(record)) <= most
 
@@ -84,13 +84,13 @@ OTHER_KINDS: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "in the backward pass": ({"culprits": [9], "kind": "backward"}, 12, "gradient-overflow", "gradient of "),
     "of an overflow that erases itself": ({"culprits": [11], "kind": "erased"}, 6, "silent-overflow", ""),
 }
-"""What is planted, the steps that are run, the code that is found, and how the reason for the first pin begins."""
+"""The planted model, the number of steps, the code of the finding, and the start of the first pin's reason."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["guided", "ddmin"])
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_a_culprit(name: str, strategy: str, tmp_path: Path) -> None:
+def test_bisect_finds_checkpointed_backward_and_silent_culprits(name: str, strategy: str, tmp_path: Path) -> None:
     args, steps, code, why = OTHER_KINDS[name]
     record = bisected(tmp_path, "Planted", {"modules": 30, **args}, steps=steps, strategy=strategy)
     assert record.findings[0].code == code
@@ -99,8 +99,8 @@ def test_a_culprit(name: str, strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_a_gradient_becomes_half_again_the_layer_that_made_its_tensor_half_is_suspected(tmp_path: Path) -> None:
-    """No pin of the code that reads the tensor in FP32 changes that."""
+def test_a_gradient_cast_back_to_half_is_blamed_on_the_layer_of_its_tensor(tmp_path: Path) -> None:
+    """A pin on the code that reads the tensor in FP32 does not help."""
     record = bisected(tmp_path, "Steep", {"count": 12, "culprits": [2, 3, 7, 10]}, steps=12)
     assert record.findings[0].code == "gradient-overflow"
     assert_found(record, *(f"layers.{number}.linear" for number in (2, 3, 7, 10)))
@@ -109,10 +109,10 @@ def test_where_a_gradient_becomes_half_again_the_layer_that_made_its_tensor_half
 
 
 @pytest.mark.slow
-def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_own(
+def test_many_silent_overflows_are_searched_without_a_trial_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "MOST_ATOM_RUNS", 100)  # as if each ran for minutes
+    monkeypatch.setattr(strategies, "MOST_ATOM_RUNS", 100)  # as if each trial took minutes
     record = bisected(tmp_path, "Saturated", {"count": 40})
     assert record.findings[0].code == "silent-overflow"
     assert record.search is not None
@@ -130,7 +130,7 @@ def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_
         pytest.param("broad_likelihood", {"init": 4096.0}, (), None, id="small gradients"),
     ],
 )
-def test_a_layer_is_pinned_only_where_no_loss_scale_does(
+def test_a_layer_is_pinned_only_if_no_usable_loss_scale_helps(
     loss: str, scale: float | dict[str, float], names: tuple[str, ...], set_scale: float | None, tmp_path: Path
 ) -> None:
     record = bisected(tmp_path, "narrow", steps=16, loss=loss, scale=scale)
@@ -144,9 +144,9 @@ def test_a_layer_is_pinned_only_where_no_loss_scale_does(
 
 SHAPES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a culprit in the third call of a module": ("Shared", {}, ("spike",)),
-    # Either factor in FP32 would do, and so does the line of the product, which names the overflow.
+    # Either factor in FP32 would help, and so does the line of the product, where the overflow is found.
     "two alternative sets, and the line that joins them": ("Alternatives", {}, (":own",)),
-    # Unpinned it is not seen: the spike's half result is small enough for it.
+    # The spike's half result is small enough for the second culprit: it overflows once the spike is pinned.
     "a culprit that only shows when another is cured": ("roused", {}, ("spike", "meek")),
     "many culprits that no shadow shows": ("SideBySide", {"count": 30}, tuple(f"layers.{at}" for at in range(30))),
 }
@@ -154,7 +154,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_set_is_that_of(name: str, tmp_path: Path) -> None:
+def test_bisect_finds_culprits_that_recur_hide_or_replace_each_other(name: str, tmp_path: Path) -> None:
     model, args, pins = SHAPES[name]
     record = bisected(tmp_path, model, args)
     assert_found(record, *pins)
@@ -168,7 +168,7 @@ def test_the_set_is_that_of(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
+def test_a_step_that_fails_3_times_in_10_needs_11_runs_per_healthy_trial(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Sometimes", steps=12)
     assert_found(record, "layer")
     search = record.search
@@ -180,8 +180,10 @@ def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Runs 1 and 2 are without pins, 3 is with the candidates; 4 and 5 with fewer: no pin seems to be needed.
+def test_a_step_that_turns_out_flaky_is_searched_again_with_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Runs 1 and 2 have no pins, 3 has the candidates, 4 and 5 have fewer: no pin seems to be needed.
     healthy, ran, run = {4, 5, 6, 9, 11, 13}, itertools.count(1), Experiment.run
     monkeypatch.setattr(
         Experiment,
@@ -200,14 +202,14 @@ def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_all_instances_of_a_class(tmp_path: Path) -> None:
+def test_the_search_counts_pinned_and_all_instances_of_a_class(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Planted", {"modules": 14, "culprits": list(range(12))})
     assert record.search is not None
     assert record.search.classes["Spike"] == (12, 12)
 
 
 @pytest.mark.slow
-def test_the_best_set_survives_the_limit_of_trials(tmp_path: Path) -> None:
+def test_the_best_set_is_kept_if_trials_run_out(tmp_path: Path) -> None:
     args = {"modules": 50, "culprits": [7, 20]}
     record = bisected(tmp_path, "Planted", args, max_trials=9, strategy="ddmin")
     assert record.search is not None
@@ -231,8 +233,8 @@ def test_an_interrupt_keeps_the_best_set_so_far(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
-    """What is found does not depend on whether a search went before."""
+def test_two_bisections_have_the_same_losses_and_trials(tmp_path: Path) -> None:
+    """An earlier search does not change the result."""
     args = {"modules": 30, "culprits": [7]}
     first, second = (bisected(tmp_path, "Planted", args) for _ in range(2))
     assert [step.loss for step in first.steps if math.isfinite(step.loss)] == [
@@ -243,7 +245,7 @@ def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("excess", [pytest.param(0.4, id="FP16 chooses otherwise"), pytest.param(2.0, id="healthy")])
-def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(excess: float, tmp_path: Path) -> None:
+def test_a_set_that_is_healthy_in_the_search_is_healthy_again_without_repeats(excess: float, tmp_path: Path) -> None:
     record = bisected(tmp_path, "chooser", {"excess": excess})
     assert_found(record, "spike")
     assert record.search is not None
@@ -252,14 +254,14 @@ def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(exces
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x:own", ":own"])
-def test_a_module_whose_name_ends_as_a_pin_of_own_lines_does_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_module_name_that_ends_like_a_pin_of_own_lines_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkloadError, match=f"a module is named '{name}'; allowed: a name that does not end in"):
         bisected(tmp_path, "named", {"name": name})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["*", "own", "x:y", "[0]"])
-def test_a_module_whose_name_is_a_pattern_is_pinned_as_it_is(tmp_path: Path, name: str) -> None:
+def test_a_module_whose_name_looks_like_a_pattern_is_pinned_literally(tmp_path: Path, name: str) -> None:
     assert [pin.name for pin in bisected(tmp_path, "named", {"name": name}).pins] == [name]
 
 
@@ -268,7 +270,7 @@ def interrupted(*args: object) -> None:
 
 
 def interrupted_at(number: int, config: Config, **kwargs: Any) -> Record:
-    """A search with Ctrl-C at the end of the trial of this number, counted from 1."""
+    """A search that Ctrl-C interrupts at the end of this trial, counted from 1."""
     left = iter(range(number - 1, -1, -1))
 
     def count(trial: Trial) -> None:
@@ -295,9 +297,7 @@ def test_an_interrupt_in_the_closing_trials_keeps_the_proven_set_and_every_trial
 
 
 @pytest.mark.slow
-def test_an_interrupt_while_its_costs_are_counted_keeps_the_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_costs_are_counted_keeps_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pin_set, "step_costs", interrupted)
     record = bisect_run(spiked(tmp_path))
     assert record.interrupted
@@ -309,7 +309,7 @@ def test_an_interrupt_while_its_costs_are_counted_keeps_the_set(
 
 
 @pytest.mark.slow
-def test_an_interrupt_without_a_set_leaves_nothing_to_measure(tmp_path: Path) -> None:
+def test_an_interrupt_in_the_first_trial_leaves_one_trial_and_no_pins(tmp_path: Path) -> None:
     record = interrupted_at(1, spiked(tmp_path, "loss_with_a_spike"))
     assert record.interrupted
     assert (record.pins, len(record.trials)) == ((), 1)

@@ -1,4 +1,4 @@
-"""``bisect`` on planted faults of the zoo, outliers in real models and examples: the exact set, or why none."""
+"""``bisect`` on zoo cases, outliers in real models and examples: the exact set, or the reason for none."""
 
 from pathlib import Path
 
@@ -17,25 +17,25 @@ from tests.pinning.spiked import assert_found
 from tests.siblings import slow_but_for
 from tests.zoo.test_zoo import CASES, FILES, ONE_OF_EACH, config_of
 
-# What must run in FP32; where the case's finding names a line of a module with children, only its own lines.
+# What must run in FP32: only the own lines, if the case's finding names a line of a module with children.
 SETS = {
     "accumulated": ("body",),
     "clipped": ("second",),
     "cumulative_add": (":own",),
     "custom_backward": (":own",),
     "eps_in_the_backward_pass": (":own",),
-    # The gradient of 1 / 1e-8 is too large for half as well: the layer before the division has to take it.
+    # The gradient of 1 / 1e-8 is too large for half too: the layer before the division receives it.
     "eps_on_a_zero_row": ("body",),
-    # The product is FP32 once its factor is; then its gradient and the next layer's input cast are too large.
+    # With its factor the product becomes FP32; then its gradient and the next layer's input cast are too large.
     "gain_beyond_half": ("body", "head"),
     "gradient_overflow": ("body", "head"),
     "infinite_prices": (":own",),
     "loss_too_large_for_any_scale": ("head",),
-    # A pin cures these three as well; what suggest-fp32 hands over is an edit of the constant.
+    # A pin fixes these three too, but suggest-fp32 edits the constant instead.
     "mask_by_index": (":own",),
     "mask_constant": ("attn",),
     "mask_of_a_whole_row": (":own",),
-    # Behind it a lower loss scale does.
+    # With this layer pinned a lower loss scale is enough.
     "no_scale_for_one_layer": ("out",),
     "no_usable_scale": ("first",),
     "poisoned_batch_norm": ("body",),
@@ -79,7 +79,7 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
 
 
 @pytest.mark.parametrize("name", slow_but_for(["residual_add"], SETS))
-def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
+def test_bisect_finds_and_proves_the_exact_set_of_a_zoo_case(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert_found(record, *SETS[name])
     # Dropping any pin was tried and fails; the whole set was run once more.
@@ -89,14 +89,14 @@ def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
-def test_the_set_cures_the_run(name: str, tmp_path: Path) -> None:
+def test_a_zoo_case_has_nothing_to_pin_once_its_set_is_pinned(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path, (f"precision.pins=[{', '.join(repr(pin) for pin in SETS[name])}]",))
     assert record.search is not None
     assert record.search.outcome == "nothing-to-pin", record.findings
 
 
 @pytest.mark.parametrize("name", slow_but_for(("half_by_hand",), WITHOUT_A_SET))
-def test_where_no_pin_helps_a_line_outside_of_every_module_is_named_or_none(name: str, tmp_path: Path) -> None:
+def test_bisect_without_a_set_gives_the_reason_and_only_lines_outside_modules(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert record.search is not None
     assert record.search.outcome == WITHOUT_A_SET[name]
@@ -116,16 +116,16 @@ def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
     assert (record.search.outcome, record.pins, record.trials) == ("nothing-to-pin", (), ())
 
 
-# Behind the residual the stream itself stays beyond half, and so are the inputs of the next convolutions.
+# After the residual the stream stays beyond half, and so do the inputs of the next convolutions.
 BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OVERFLOWS)
-def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> None:
+def test_bisect_finds_the_module_with_the_outliers(name: str, tmp_path: Path) -> None:
     overflow = OVERFLOWS[name]
     record = bisect_run(load_config(runs.config_of(planted(overflow), tmp_path), ("train.steps=3",)))
-    # A library's line cannot be patched: its module is taken whole.
+    # A library's line cannot be patched: the whole module is pinned.
     assert_found(record, overflow.module, *BESIDES.get(name, ()))
     assert record.pins[0].sites[0].op == overflow.op
 
@@ -134,17 +134,17 @@ OF_EXAMPLES = {
     "linear_attention": ["blocks.0.attn:own", "blocks.1.attn:own"],
     "camera": [":own"],
     "house_prices": [":own"],
-    # The logits overflow in the end; the gradient of the projection that makes them only needs a lower loss scale.
+    # Finally the logits overflow; the gradient of their projection only needs a lower loss scale.
     "vit": ["block1.0.attn:own"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_EXAMPLES)
-def test_the_set_of_an_example(name: str, tmp_path: Path) -> None:
+def test_bisect_finds_the_exact_set_of_an_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     config = str(ROOT / "configs" / f"{name}.yaml")
-    # One thread: the order of additions, and with it a long run, depends on how many there are.
+    # One thread: the number of threads changes the order of additions, and with it a long run.
     result = start(tmp_path, "bisect", config, "--record", "record.json", OMP_NUM_THREADS="1")
     assert result.code == 1, result.stderr
     record = read_record(tmp_path / "record.json")
@@ -154,7 +154,7 @@ def test_the_set_of_an_example(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear_attention", "camera", "vit"])
-def test_200_steps_with_the_set_as_pins_are_healthy(name: str, tmp_path: Path) -> None:
+def test_an_example_is_healthy_for_200_steps_with_its_set_pinned(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pins = yaml.safe_dump(OF_EXAMPLES[name], default_flow_style=True).strip()
     record = ampdbg.scan(ROOT / "configs" / f"{name}.yaml", steps=200, overrides=[f"precision.pins={pins}"])

@@ -1,4 +1,4 @@
-"""A folder with a small model that overflows in FP16, its failing step, and patches of it written by hand."""
+"""A folder with a small model that overflows in FP16, its failing step, and hand-written patches for it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -75,7 +75,7 @@ def written(folder: Path, files: Mapping[str, str] | None = None, config: str = 
 
 
 def failing_steps(config: Config) -> list[FailingStep]:
-    """The first step of the run that is investigated."""
+    """The first step that the run investigates."""
     kept: list[FailingStep] = []
     with prepared(config) as run:
 
@@ -102,7 +102,7 @@ def proven(
     observer: Observer = UNOBSERVED,
     run: Run | None = None,
 ) -> Proof:
-    """The proof of a patch of the failing step in a run that stands, with the defaults of these tests."""
+    """The proof of a patch for the failing step in a prepared run, with the defaults of these tests."""
     steps = failing_steps(config) if failing is None else failing
     job = Job(
         "patched", config, _patched(patch), (ScaleRange(),) * len(steps), is_silent=False, train_steps=train_steps
@@ -117,12 +117,12 @@ def _patched(given: Mapping[Path, bytes] | Patched) -> Patched:
 
 
 def step_of(proof: Proof, name: str) -> ProofStep:
-    """The step of that name."""
+    """The step with this name."""
     return next(step for step in proof.steps if step.name == name)
 
 
 def begun_here(self: FreshProcesses, task: Task, job: Job) -> Pending:
-    """In the place of what starts a process for a task, which takes seconds: it is done in this one."""
+    """Runs a task in this process, instead of starting another one, which takes seconds."""
 
     def pending(observer: Observer) -> JobResult:
         seen: list[JobResult] = []

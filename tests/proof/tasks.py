@@ -1,4 +1,4 @@
-"""What the process of a proof may do in the place of its experiments: end in each way that a user's code may end in."""
+"""Tasks that replace the experiments in the process of a proof: they end in each way that user code may end."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from ampdbg.proof.processes import Deliver
 
 @dataclass(frozen=True)
 class Light:
-    """What is delivered in the place of what an experiment sees, which imports torch."""
+    """A result that replaces that of an experiment, which imports torch."""
 
     name: str = ""
 

@@ -1,4 +1,4 @@
-"""Experiments with a patch: a pass in eval mode, what a step takes, and a run of which only a failure disproves it."""
+"""Experiments with a patch: a pass in eval mode, the memory and time of a step, and a run that may disprove it."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -42,14 +42,14 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> FailingStep:
 
 
 def raised(failing: FailingStep, folder: Path, net: str, config: str = CONFIG) -> str:
-    """What the pass of this model raises; all modules train before and after it."""
+    """The error of this model's pass; all modules are in training mode before and after it."""
     with prepared(written(folder, {"net.py": net}, config)) as run:
         said = raised_in_eval_mode(run, failing)
         assert all(module.training for module in run.workload.model.modules())
         return said
 
 
-def test_it_is_one_pass_and_leaves_mode_buffers_and_random_state_as_they_were(
+def test_the_eval_pass_runs_once_and_restores_mode_buffers_and_random_state(
     failing: FailingStep, tmp_path: Path
 ) -> None:
     with prepared(written(tmp_path, {"net.py": NOTING})) as run:
@@ -65,29 +65,29 @@ def test_it_is_one_pass_and_leaves_mode_buffers_and_random_state_as_they_were(
             False,
             (False, False, torch.float16),
             True,
-        ]  # the user's own way back to training is taken
+        ]  # the user's own train() restores the mode
         assert [model.training, model.get_submodule("norm").training] == [True, False]
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert torch.equal(RandomState.now().cpu, random.cpu)
 
 
-def test_what_it_raises_is_told_in_a_line_and_the_mode_put_back(failing: FailingStep, tmp_path: Path) -> None:
+def test_an_eval_error_is_reported_in_one_line_and_the_mode_is_restored(failing: FailingStep, tmp_path: Path) -> None:
     raising = "        if not self.training:\n            raise ValueError('one\\ntwo')\n"
     assert raised(failing, tmp_path, NET.replace(BEFORE, raising + BEFORE)) == "Net raised ValueError: one"
 
 
-def test_an_output_that_the_loss_does_not_take_in_eval_mode_is_no_fault(failing: FailingStep, tmp_path: Path) -> None:
+def test_an_eval_output_that_the_loss_does_not_accept_is_not_a_fault(failing: FailingStep, tmp_path: Path) -> None:
     listed = NET.replace("return self.after(x)", "return self.after(x) if self.training else [x]")
     assert raised(failing, tmp_path, listed) == ""
 
 
-def test_a_step_function_is_run_as_a_whole(failing: FailingStep, tmp_path: Path) -> None:
+def test_the_eval_pass_runs_the_whole_step_function(failing: FailingStep, tmp_path: Path) -> None:
     step = "\n\ndef step(model, batch):\n    return loss(model(batch[0]), batch[1]) / (1 // model.training)\n"
     said = raised(failing, tmp_path, NET + step, CONFIG + "step: {target: net.py:step}\n")
     assert said == "Net raised ZeroDivisionError: integer division or modulo by zero"
 
 
-# What a step takes
+# The memory and time of a step
 
 LINEAR = (
     NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)")
@@ -96,16 +96,16 @@ LINEAR = (
 )
 
 
-def test_bytes_kept_for_the_backward_pass(tmp_path: Path) -> None:
+def test_the_use_of_a_step_counts_the_bytes_kept_for_the_backward_pass(tmp_path: Path) -> None:
     config = written(tmp_path, {"net.py": LINEAR})
     (step,) = failing_steps(config)
-    # Both inputs, and in half a copy of the second weight, which is what the gradient of its input needs.
+    # Both inputs, and in half a copy of the second weight, which the gradient of its input needs.
     for dtype, kept in (("float16", 2 * 2 * 16 * 8 + 2 * 8 * 8), ("float32", 4 * 2 * 16 * 8)):
         with prepared(config) as run:
             use = step_use(run, step, dtype)
         assert use is not None
         assert use.saved_bytes == kept + 2 * 4 * 16 * 8  # the loss keeps its two operands in FP32
-        assert (use.seconds > 0) is torch.cuda.is_available()  # of a CPU that stands in for a GPU it would say nothing
+        assert (use.seconds > 0) is torch.cuda.is_available()  # on a CPU that emulates a GPU it would mean nothing
         assert use.is_emulated is not torch.cuda.is_available()
         assert use.peak_bytes is None or torch.cuda.is_available()
 
@@ -151,7 +151,7 @@ optimizer: {target: torch.optim:SGD, args: {lr: 1.0e-9}}
 
 @dataclass(frozen=True)
 class Case:
-    """A run of 60 steps: the loss from a batch of ones, and what the batch of a step is multiplied by."""
+    """A run of 60 steps: the loss of a batch of ones, and the factor of each step's batch."""
 
     forward: str = "return self.a(x)"
     gain: str = "1.0"
@@ -179,7 +179,7 @@ def trained(case: Case, folder: Path) -> Trained:
 
 
 @pytest.mark.parametrize("name", slow_but_for(["a large loss needs a scale below 1"], CASES))
-def test_only_what_fails_in_the_run_disproves_the_patch_and_the_rest_is_a_caveat(name: str, tmp_path: Path) -> None:
+def test_only_a_failure_of_the_run_disproves_the_patch_and_the_rest_is_a_caveat(name: str, tmp_path: Path) -> None:
     case, beside, fault = CASES[name]
     run = trained(case, tmp_path)
     assert run.failure == ""

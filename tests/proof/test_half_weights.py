@@ -1,4 +1,4 @@
-"""``ampdbg suggest-fp32`` on a script whose weights are half: the edit, and what a short run shows before and after."""
+"""``ampdbg suggest-fp32`` on a script with half weights: the edit, and a short run before and after it."""
 
 import subprocess
 from pathlib import Path
@@ -71,7 +71,7 @@ main()
 
 
 def suggested(folder: Path, text: str, *options: str) -> tuple[Result, Record, Result]:
-    """What a run of a script of this text ends with; the record of the suggestion for it, and what that ends with."""
+    """The result of a run of a script with this text, and the record and the result of the suggestion for it."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     ran = start(folder, "run", "--record=r.json", "train.py")
     found = start(folder, "suggest-fp32", "r.json", "--record=s.json", *options)
@@ -80,18 +80,18 @@ def suggested(folder: Path, text: str, *options: str) -> tuple[Result, Record, R
 
 
 def details(record: Record) -> dict[str, str]:
-    """What each step of the proof has seen."""
+    """The detail of each step of the proof."""
     assert record.verification is not None
     return {step.name: step.detail for step in record.verification.steps}
 
 
 def units(record: Record) -> list[str]:
-    """The edits of the patch, in words."""
+    """The titles of the patch's edits."""
     assert record.handover is not None
     return [unit.title for unit in record.handover.units]
 
 
-def test_the_edit_of_lost_updates_is_proven_by_a_run_before_and_after(tmp_path: Path) -> None:
+def test_the_edit_for_lost_updates_is_proven_by_a_run_before_and_after_the_patch(tmp_path: Path) -> None:
     ran, record, found = suggested(tmp_path, LOSING)
     log = (tmp_path / "log.txt").read_text()
     assert log == "." * 30, "a run of the proof has written into a file that was there"
@@ -128,7 +128,7 @@ for module in model:
 
 
 @pytest.mark.slow
-def test_a_cast_of_the_data_of_each_parameter_is_edited_and_proven(tmp_path: Path) -> None:
+def test_a_cast_of_the_data_of_every_parameter_is_edited_and_proven(tmp_path: Path) -> None:
     _, record, found = suggested(tmp_path, LOSING.replace(CAST, THROUGH_DATA))
     assert record.verification is not None
     assert record.verification.passed
@@ -137,7 +137,7 @@ def test_a_cast_of_the_data_of_each_parameter_is_edited_and_proven(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_cast_that_is_not_seen_is_said_to_be_that(tmp_path: Path) -> None:
+def test_suggest_fp32_exits_with_2_if_no_line_with_the_half_cast_was_seen(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOSING.replace(CAST, IN_THE_DICT), encoding="utf-8")
     assert start(tmp_path, "run", "--record=r.json", "train.py").code == 1
     found = start(tmp_path, "suggest-fp32", "r.json")
@@ -146,7 +146,7 @@ def test_a_cast_that_is_not_seen_is_said_to_be_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_half_weights_that_lose_nothing_are_left_as_they_are(tmp_path: Path) -> None:
+def test_half_weights_that_lose_nothing_get_no_patch(tmp_path: Path) -> None:
     ran, record, found = suggested(tmp_path, NET.replace("LR", "0.05").replace("LAST", ""))
     assert (ran.code, found.code, record.handover, found.stdout) == (0, 0, None, "")
     assert "The bfloat16 weights do no harm here" in " ".join(found.stderr.split())
@@ -162,7 +162,7 @@ class Own(torch.optim.SGD):
 
 
 @pytest.mark.slow
-def test_half_weights_of_an_optimizer_that_is_not_compared_are_not_called_harmless(tmp_path: Path) -> None:
+def test_half_weights_are_not_called_harmless_if_their_updates_cannot_be_compared(tmp_path: Path) -> None:
     text = NET.replace("torch.optim.AdamW", "Own").replace("LR", "0.05").replace("LAST", "")
     ran, record, found = suggested(tmp_path, text.replace("\nmodel", f"\n{OWN}model", 1))
     assert (ran.code, found.code, record.handover) == (0, 0, None)
@@ -174,8 +174,8 @@ def test_half_weights_of_an_optimizer_that_is_not_compared_are_not_called_harmle
 
 
 @pytest.mark.slow
-def test_what_the_short_run_does_not_show_is_left_open(tmp_path: Path) -> None:
-    # Angles of positions beyond 1,000, which bfloat16 holds to within 4, as a rotary embedding in it has them.
+def test_a_finding_that_the_short_run_does_not_show_is_reported_as_not_run(tmp_path: Path) -> None:
+    # Angles of positions beyond 1,000, which bfloat16 holds to within 4, as in a bfloat16 rotary embedding.
     angles = "y = y * torch.sin(torch.arange(1000, 1016, dtype=torch.bfloat16) / 7)[:, None]\n    loss = "
     _, record, found = suggested(tmp_path, LOSING.replace("loss = ", angles))
     assert [one.code for one in record.faults] == ["precision-loss", "frozen-weights"]
@@ -188,7 +188,7 @@ def test_what_the_short_run_does_not_show_is_left_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_run_again_is_handed_over_unproven_and_says_why(tmp_path: Path) -> None:
+def test_a_script_that_cannot_run_again_gets_an_unproven_patch_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "kept.txt").touch()
     removes = NET.replace("LR", "1e-5").replace("LAST", "os.rename('kept.txt', 'moved.txt') if step == 8 else None")
     (tmp_path / "moved.txt").touch()
@@ -205,7 +205,7 @@ def test_what_cannot_be_run_again_is_handed_over_unproven_and_says_why(tmp_path:
 
 
 @pytest.mark.slow
-def test_norms_alone_are_kept_in_float32_where_nothing_else_stands_still(tmp_path: Path) -> None:
+def test_only_the_norms_become_float32_if_no_other_parameter_is_frozen(tmp_path: Path) -> None:
     _, record, _ = suggested(tmp_path, LOSING.replace("1e-5", "3e-4"))
     assert units(record)[0] == "line 6 of train.py: norms in float32"
     assert record.handover is not None
@@ -214,7 +214,7 @@ def test_norms_alone_are_kept_in_float32_where_nothing_else_stands_still(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_second_moment_that_sticks_gets_another_beta2(tmp_path: Path) -> None:
+def test_a_stuck_second_moment_gets_a_lower_beta2(tmp_path: Path) -> None:
     sticking = """
 import torch
 from torch import nn
@@ -240,7 +240,7 @@ for step in range(2500):
     [(TRAINER, "line 7 of train.py: bf16=True"), (ACCELERATE, 'line 8 of train.py: mixed_precision="bf16"')],
     ids=["trainer", "accelerate"],
 )
-def test_a_small_llama_in_an_unchanged_script_of_a_library_is_cured(tmp_path: Path, text: str, asked: str) -> None:
+def test_a_small_llama_in_a_trainer_or_accelerate_script_is_fixed(tmp_path: Path, text: str, asked: str) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     imports = "import torch, tests.models.torchvision_on_cpu\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
@@ -257,7 +257,7 @@ def test_a_small_llama_in_an_unchanged_script_of_a_library_is_cured(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_capture_of_half_weights_gets_the_edit_and_no_search_for_pins(tmp_path: Path) -> None:
+def test_a_capture_of_half_weights_gets_the_edit_and_bisect_refuses_the_capture(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOSING)
     ran = start(tmp_path, "run", "--record=r.json", "--capture-step=5", "train.py")
     record = read_record(tmp_path / "r.json")

@@ -1,4 +1,4 @@
-"""Patched bytes in the place of files: however they are imported, shown in tracebacks, and gone afterwards."""
+"""Patched bytes that replace files: used by every kind of import, shown in tracebacks, and gone afterwards."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ PATCH = b"VALUE = 'patch'\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on ``sys.path`` with a file, a sibling and a package; what it imports is forgotten."""
+    """A folder on ``sys.path`` with a file, a sibling and a package; imported modules are removed at the end."""
     (tmp_path / "overlaid_one.py").write_text("import overlaid_two\nVALUE = 'disk'\n")
     (tmp_path / "overlaid_two.py").write_text("VALUE = 'disk'\n")
     (tmp_path / "overlaid_package").mkdir()
@@ -47,7 +47,7 @@ def value_of(name: str) -> str:
     return importlib.import_module(name).VALUE
 
 
-def test_a_file_is_patched_by_path_and_by_name_and_for_its_siblings(folder: Path) -> None:
+def test_a_file_is_patched_for_imports_by_path_by_name_and_by_a_sibling(folder: Path) -> None:
     path = folder / "overlaid_two.py"
     with overlaid({path: PATCH}) as taken:
         assert taken == set()
@@ -66,7 +66,7 @@ def test_a_file_is_patched_by_path_and_by_name_and_for_its_siblings(folder: Path
     ],
     ids=["a module in a package", "another spelling of its path"],
 )
-def test_a_file_is_patched_however_it_lies(folder: Path, path: str, name: str) -> None:
+def test_a_file_is_patched_in_a_package_or_by_another_spelling_of_its_path(folder: Path, path: str, name: str) -> None:
     with overlaid({folder / path: PATCH}):
         assert value_of(name) == "patch"
 
@@ -80,13 +80,13 @@ def test_a_file_is_patched_however_it_lies(folder: Path, path: str, name: str) -
     ],
     ids=["CRLF", "latin-1", "BOM"],
 )
-def test_line_endings_and_encodings_are_as_in_a_file(folder: Path, source: bytes) -> None:
+def test_patched_bytes_keep_their_line_endings_and_encoding(folder: Path, source: bytes) -> None:
     with overlaid({folder / "overlaid_two.py": source}):
         assert value_of("overlaid_two") == "patch"
         assert "VALUE" in linecache.getline(str(folder / "overlaid_two.py"), 2 if b"coding" in source else 1)
 
 
-def test_bytecode_is_neither_read_nor_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_import_neither_reads_nor_writes_bytecode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     cache = folder / "__pycache__"
     path = folder / "overlaid_two.py"
@@ -103,7 +103,7 @@ def test_bytecode_is_neither_read_nor_written(folder: Path, monkeypatch: pytest.
     assert compiled.read_bytes() == was
 
 
-def test_lines_are_those_of_the_patch(folder: Path) -> None:
+def test_source_lines_and_tracebacks_show_the_patch_until_the_overlay_ends(folder: Path) -> None:
     path = folder / "overlaid_two.py"
     with overlaid({path: b"\n\ndef fail():\n    raise ArithmeticError  # the patch\n"}):
         module = importlib.import_module("overlaid_two")
@@ -116,13 +116,13 @@ def test_lines_are_those_of_the_patch(folder: Path) -> None:
     assert source_of((str(path), 4, "")).text == ""
 
 
-def test_a_syntax_error_names_the_patched_line(folder: Path) -> None:
+def test_a_syntax_error_in_the_patch_names_the_patched_file(folder: Path) -> None:
     with overlaid({folder / "overlaid_two.py": b"VALUE = (\n"}), pytest.raises(SyntaxError) as caught:
         importlib.import_module("overlaid_two")
     assert caught.value.filename == str(folder / "overlaid_two.py")
 
 
-def test_nothing_is_left_after_an_error(folder: Path) -> None:
+def test_the_import_system_is_restored_after_an_error(folder: Path) -> None:
     path = folder / "overlaid_two.py"
     finders, methods = list(sys.meta_path), (SourceFileLoader.get_code, SourceFileLoader.get_data)
     own = {name for name in ("get_code", "get_data") if name in vars(SourceFileLoader)}

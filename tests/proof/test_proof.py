@@ -1,4 +1,4 @@
-"""Proofs of patches written by hand: a good one passes, and each way of being wrong fails in a step that says so."""
+"""Proofs of hand-written patches: a good one passes, and a wrong one fails in the step that shows its fault."""
 
 import inspect
 import linecache
@@ -38,7 +38,7 @@ TITLE = "line 15 of net.py"
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is started: what is tested is what the experiments say, and a process takes seconds to start."""
+    """Starts no process, which takes seconds: the tests check the results of the experiments."""
     monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
 
 
@@ -46,10 +46,10 @@ def failed(proof: Proof) -> list[str]:
     return [step.name for step in proof.steps if not step.passed]
 
 
-def test_a_good_patch_is_proven_where_the_step_stands_and_in_a_fresh_process(
+def test_a_good_patch_is_proven_in_the_live_run_and_in_a_fresh_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # The overflow is in a sibling with CRLF and Latin-1; the files print, read stdin and say where they run.
+    # The overflow is in a sibling with CRLF and Latin-1; the model's file prints, and notes its process.
     scaling = (
         "# -*- coding: latin-1 -*-\r\nimport torch\r\n\r\n\r\ndef large(x):  # größer\r\n"
         "    return (300 * x) @ (300 * torch.eye(8, device=x.device))\r\n"
@@ -96,9 +96,9 @@ def test_a_good_patch_is_proven_where_the_step_stands_and_in_a_fresh_process(
     assert step_of(proof, "training 8 steps").detail == "healthy; loss scale 1,024, 0 skipped steps"
     assert stages[0] == "the failing step with the patch"
     assert "8 steps in FP32" in stages
-    assert capfd.readouterr() == ("not for the patch\n", "")  # of the run that the proof is made in, and of no other
+    assert capfd.readouterr() == ("not for the patch\n", "")  # from the live run only
     assert path.read_bytes() == scaling.encode("latin-1")
-    # The process in which the step has failed, and the one that trains with the patch.
+    # The process of the failing step, and the one that trains with the patch.
     assert len(set((tmp_path / "processes").read_text().split())) == 2
 
 
@@ -112,7 +112,7 @@ MOVED = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", MOVED)
-def test_a_proof_names_lines_as_the_user_has_them(name: str, tmp_path: Path) -> None:
+def test_a_proof_names_lines_by_their_numbers_in_the_unpatched_file(name: str, tmp_path: Path) -> None:
     before, after, place = MOVED[name]
     config = written(tmp_path)
     failing = failing_steps(config)
@@ -139,7 +139,7 @@ def config_pins(config: Config, *names: str) -> Patched:
     ("make", "what"),
     [(pins_file, "this file: imported, and called with the model"), (config_pins, "these pins: in force")],
 )
-def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patched], what: str, tmp_path: Path) -> None:
+def test_pins_by_name_are_proven_in_a_file_or_a_config(make: Callable[..., Patched], what: str, tmp_path: Path) -> None:
     config = written(tmp_path)
     failing = failing_steps(config)
     proof = proven(config, make(config, ":own"), {"the root's own lines": Patched()}, failing=failing)
@@ -158,7 +158,7 @@ def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patch
 
 
 @pytest.mark.slow
-def test_no_batch_has_to_be_carried_into_another_process(tmp_path: Path) -> None:
+def test_a_patch_is_proven_with_batches_that_cannot_be_pickled(tmp_path: Path) -> None:
     kept = (
         "\n\ndef step(model, batch):\n    return loss(model(batch['x']), batch['y'])\n\n\n"
         "def unpicklable():\n    return [{'x': x, 'y': y, 'augment': lambda: None} for x, y in batches()]\n"
@@ -173,7 +173,7 @@ def test_no_batch_has_to_be_carried_into_another_process(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_patch_of_what_runs_on_import_is_imported_anew_and_the_proof_says_so(tmp_path: Path) -> None:
+def test_a_patch_of_code_that_runs_on_import_is_proven_with_a_rebuilt_model(tmp_path: Path) -> None:
     config, path = written(tmp_path), tmp_path / "net.py"
     elsewhere = GOOD.replace("GAIN = 300.0", "GAIN = 3e2 * 1.0").encode()
     proof = proven(config, {path: elsewhere}, {TITLE: {path: path.read_bytes()}})
@@ -228,7 +228,7 @@ WRONG = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("patch", "steps", "detail"), WRONG.values(), ids=WRONG)
-def test_a_wrong_patch_fails_where_it_is_wrong(patch: str, steps: list[str], detail: str, tmp_path: Path) -> None:
+def test_a_wrong_patch_fails_in_the_matching_step(patch: str, steps: list[str], detail: str, tmp_path: Path) -> None:
     config = written(tmp_path)
     proof = proven(config, {tmp_path / "net.py": patch.encode()})
     assert not proof.passed
@@ -239,7 +239,7 @@ def test_a_wrong_patch_fails_where_it_is_wrong(patch: str, steps: list[str], det
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
+def test_a_patch_of_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
     config = written(tmp_path, {"unused.py": "X = 1\n"})
     proof = proven(config, {tmp_path / "net.py": GOOD.encode(), tmp_path / "unused.py": b"X = 2\n"})
     assert proof.steps[-1].detail == "the run does not import unused.py"
@@ -247,7 +247,7 @@ def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
+def test_a_patch_with_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
     config, path = written(tmp_path), tmp_path / "net.py"
     more = GOOD.replace(
         "        return self.after(x)\n",
@@ -261,13 +261,13 @@ def test_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
     assert not proof.passed
     assert failed(proof) == ["without line 17 of net.py"]
     assert step_of(proof, "without line 17 of net.py").detail.startswith("not needed: healthy; loss 1.48")
-    if not torch.cuda.is_available():  # there one process trains at a time, and none for a patch that has failed
+    if not torch.cuda.is_available():  # on a GPU one process trains at a time, and none for a failed patch
         assert step_of(proof, f"without {TITLE}").passed
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_what_raises_in_eval_mode_without_the_patch_too_does_not_tell_against_it(tmp_path: Path) -> None:
+def test_an_eval_error_of_the_unpatched_model_does_not_count_against_the_patch(tmp_path: Path) -> None:
     config, path = written(tmp_path), tmp_path / "net.py"
     failing = failing_steps(config)
     path.write_text(BROKEN_ANYWAY)
@@ -283,7 +283,7 @@ AT_TWO_TO_THE_24 = CONFIG.replace("init: 1024.0", "init: 16777216.0")
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Path) -> None:
+def test_the_training_run_starts_at_a_loss_scale_that_suits_the_failing_step(tmp_path: Path) -> None:
     config, path = written(tmp_path, {"net.py": NET.replace(*LARGE)}, AT_TWO_TO_THE_24), tmp_path / "net.py"
     proof = proven(config, {path: GOOD.replace(*LARGE).encode()}, train_steps=2)
     assert proof.passed, proof
@@ -294,7 +294,7 @@ def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Pa
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("patch", [GOOD, GOOD.replace("GAIN = 300.0", "GAIN = 3e2 * 1.0")])
-def test_the_live_run_is_to_the_bit_as_it_was_before_a_proof(patch: str, tmp_path: Path) -> None:
+def test_a_proof_leaves_the_live_run_bitwise_unchanged(patch: str, tmp_path: Path) -> None:
     config, path = written(tmp_path), tmp_path / "net.py"
     failing = failing_steps(config)
     with prepared(config) as run:
@@ -312,7 +312,7 @@ def test_the_live_run_is_to_the_bit_as_it_was_before_a_proof(patch: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
-def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
+def test_a_proof_leaves_another_prepared_run_unpatched(tmp_path: Path) -> None:
     config = written(tmp_path)
     failing = failing_steps(config)
     with prepared(config) as run:
@@ -327,7 +327,7 @@ def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("at", ["further batches with the patch", "8 steps with the patch"])
-def test_an_interrupt_passes_and_leaves_nothing_behind(at: str, tmp_path: Path) -> None:
+def test_an_interrupt_propagates_and_the_patch_is_removed(at: str, tmp_path: Path) -> None:
     config = written(tmp_path)
     failing, finders = failing_steps(config), list(sys.meta_path)
 
@@ -343,7 +343,7 @@ def test_an_interrupt_passes_and_leaves_nothing_behind(at: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_camera_is_proven_over_200_steps(tmp_path: Path) -> None:
+def test_a_patch_of_the_camera_is_proven_over_200_steps(tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "camera.yaml")
     path = (ROOT / "configs" / "camera.py").absolute()
     whole = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The process of an experiment: what it says is passed on, and however it ends the other side gets an answer."""
+"""The process of an experiment: its stages are passed on, and its parent gets an answer however it ends."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import processes
-from ampdbg.proof.jobs import JobResult, Trained
+from ampdbg.proof.jobs import Seen, Trained
 from ampdbg.proof.processes import Task
 from tests.commands.program import environment
 from tests.observing import observing
@@ -24,20 +24,20 @@ NOTHING = tasks.Light()
 def run(
     task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch, seen: Any = NOTHING, observer: Observer = UNOBSERVED
 ) -> Any:
-    """What is seen by a process that runs the task and no proof; it has not imported torch."""
+    """The result of a process that runs the task and no proof; it does not import torch."""
     monkeypatch.setattr(processes, "RUN", LIGHT)
     with processes.FreshProcesses(folder) as start:
         return start(task, seen)(observer)
 
 
-def test_stages_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_passed_on_to_the_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     assert run(tasks.says_two_things, tmp_path, monkeypatch, observer=observing(stage=stages.append)) == NOTHING
     assert stages == ["one", "two"]
 
 
-def test_a_result_with_nan_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = JobResult(trained=Trained(losses=(float("nan"), float("inf"), 0.5)))
+def test_a_result_with_nan_and_inf_arrives_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen(trained=Trained(losses=(float("nan"), float("inf"), 0.5)))
     assert repr(run(tasks.says_two_things, tmp_path, monkeypatch, seen)) == repr(seen)
 
 
@@ -55,14 +55,14 @@ def test_a_result_with_nan_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
     ids=["exits", "exits with a message", "reads stdin", "crashes"],
 )
-def test_a_process_that_ends_without_a_result_says_how(
+def test_a_process_without_a_result_reports_how_it_ended(
     task: Task, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(task, tmp_path, monkeypatch) == JobResult(failure=failure)
+    assert run(task, tmp_path, monkeypatch) == Seen(failure=failure)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_result_counts_although_threads_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_counts_even_if_the_process_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ENDING", 0.2)
     assert run(tasks.leaves_a_thread, tmp_path, monkeypatch, tasks.Light("a")) == tasks.Light("a")
 
@@ -92,9 +92,7 @@ def test_a_forked_worker_is_not_waited_for_and_ends_with_its_process(
     assert not is_alive(int(stages[0]))
 
 
-def test_one_that_was_started_ahead_is_taken_and_one_that_is_not_needed_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_process_is_used_and_is_ended_if_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "RUN", LIGHT)
     began: list[Any] = []
     popen = subprocess.Popen
@@ -113,19 +111,19 @@ def test_one_that_was_started_ahead_is_taken_and_one_that_is_not_needed_ends(
     assert not is_alive(began[1].pid)
 
 
-def test_where_no_process_can_be_started_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_failure_says_that_no_process_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert run(tasks.exits, tmp_path, monkeypatch).failure.startswith("no process can be started")
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process still runs, after a moment to end in."""
+    """Whether the process still runs after a short wait for its end."""
     for _ in range(20):
         try:
             if Path("/proc").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
                 return False
             os.kill(pid, 0)
-        except OSError:  # it may end between two looks at it
+        except OSError:  # it may end between two checks
             return False
         time.sleep(0.1)
     return True
@@ -147,7 +145,7 @@ with processes.FreshProcesses(Path.cwd()) as start:
 """
 
 
-def test_a_process_ends_at_once_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
+def test_a_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", KILLED], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""What experiments say about a patch, in one plain line each."""
+"""The verdict of each experiment on a patch, in one plain line."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.config.schema import Precision
 from ampdbg.proof.experiments import disproves
-from ampdbg.proof.jobs import JobResult, Patched, StepUse, Trained, Tried
+from ampdbg.proof.jobs import Patched, Seen, StepUse, Trained, Tried
 from ampdbg.proof.proof import (
     further_batches,
     in_eval_mode,
@@ -33,34 +33,32 @@ def tried(**changes: Any) -> Tried:
 SICK = tried(healthy=False, why="loss NaN", loss=math.nan)
 
 
-def test_a_healthy_step_shows_its_loss_beside_that_of_fp32_and_parameters_that_no_gradient_reaches() -> None:
-    seen = JobResult(tried=(tried(unreached=("head.weight", "head.bias")),))
+def test_a_healthy_step_shows_both_losses_and_warns_of_parameters_without_gradient() -> None:
+    seen = Seen(tried=(tried(unreached=("head.weight", "head.bias")),))
     imported, step, gradients = with_the_patch(seen, Patched())
     assert imported.passed
     assert (step.name, step.passed, step.warns) == ("the failing step (403)", True, False)
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
     assert (gradients.name, gradients.passed, gradients.warns) == ("the gradients of step 403", True, True)
     assert gradients.detail == "head.weight and head.bias have no gradient at any loss scale, and have one in FP32"
-    assert list(with_the_patch(JobResult(tried=(tried(),)), Patched())) == [imported, step]
+    assert list(with_the_patch(Seen(tried=(tried(),)), Patched())) == [imported, step]
 
 
-def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
-    seen = JobResult(tried=(tried(reach="modules"),))
+def test_details_name_the_module_outputs_if_the_step_ended_before_its_loss() -> None:
+    seen = Seen(tried=(tried(reach="modules"),))
     *_, step = with_the_patch(seen, Patched())
     assert step.detail == "healthy; the sum of its module outputs: 1.1720, 1.1722 in FP32"
     same = same_in_fp32(seen, seen, [1.1722])
     assert same.detail == "unchanged: in FP32 the sum of its module outputs is 1.1722 with and without the patch"
-    other = same_in_fp32(seen, JobResult(tried=(tried(fp32_loss=2.0),)), [2.0])
+    other = same_in_fp32(seen, Seen(tried=(tried(fp32_loss=2.0),)), [2.0])
     assert other.detail == ("changed: in FP32 the sum of its module outputs of step 403 is 1.1722, 2.0000 without it")
 
 
 IMPORT = "importing net.py raised SyntaxError: invalid syntax"
 
 
-@pytest.mark.parametrize(
-    ("seen", "why"), [(JobResult(tried=(tried(), SICK)), "loss NaN"), (JobResult(failure=IMPORT), IMPORT)]
-)
-def test_a_step_that_is_not_cured_or_not_run_says_why_last(seen: JobResult, why: str) -> None:
+@pytest.mark.parametrize(("seen", "why"), [(Seen(tried=(tried(), SICK)), "loss NaN"), (Seen(failure=IMPORT), IMPORT)])
+def test_the_last_step_gives_the_reason_if_the_failing_step_fails_or_cannot_run(seen: Seen, why: str) -> None:
     *others, step = with_the_patch(seen, Patched())
     assert (step.passed, step.detail) == (False, why)
     assert bool(others) is not bool(seen.failure)
@@ -69,18 +67,18 @@ def test_a_step_that_is_not_cured_or_not_run_says_why_last(seen: JobResult, why:
 @pytest.mark.parametrize(
     ("seen", "passed", "detail"),
     [
-        (JobResult(tried=(SICK,)), True, "step 403 fails: loss NaN"),
-        (JobResult(tried=(tried(), tried(step=7, healthy=False, why="loss inf"))), True, "step 7 fails: loss inf"),
-        (JobResult(tried=(tried(),)), False, "not needed: healthy; loss 1.1720, 1.1722 in FP32"),
+        (Seen(tried=(SICK,)), True, "step 403 fails: loss NaN"),
+        (Seen(tried=(tried(), tried(step=7, healthy=False, why="loss inf"))), True, "step 7 fails: loss inf"),
+        (Seen(tried=(tried(),)), False, "not needed: healthy; loss 1.1720, 1.1722 in FP32"),
         (
-            JobResult(failure="importing net.py raised NameError"),
+            Seen(failure="importing net.py raised NameError"),
             False,
             "could not be run: importing net.py raised NameError",
         ),
     ],
     ids=["fails", "fails in another step", "not needed", "could not be run"],
 )
-def test_a_unit_is_needed_when_the_step_fails_without_it(seen: JobResult, passed: bool, detail: str) -> None:
+def test_a_unit_is_needed_only_if_the_step_fails_without_it(seen: Seen, passed: bool, detail: str) -> None:
     step = without_a_unit("line 49", seen)
     assert (step.name, step.passed, step.detail) == ("without line 49", passed, detail)
 
@@ -97,17 +95,17 @@ def test_a_unit_is_needed_when_the_step_fails_without_it(seen: JobResult, passed
     ],
     ids=["the same", "rounding", "another loss", "within what it varies by", "other gradients", "NaN"],
 )
-def test_the_function_is_the_same_when_fp32_is(change: dict[str, float], recorded: float, passed: bool) -> None:
-    step = same_in_fp32(JobResult(tried=(tried(**change),)), JobResult(tried=(SICK,)), [recorded])
+def test_the_function_is_unchanged_if_fp32_results_are(change: dict[str, float], recorded: float, passed: bool) -> None:
+    step = same_in_fp32(Seen(tried=(tried(**change),)), Seen(tried=(SICK,)), [recorded])
     assert step.passed is passed
     assert step.detail.startswith("unchanged" if passed else "changed")
 
 
-def test_further_batches_are_counted() -> None:
-    assert further_batches(JobResult(further=(tried(),) * 3)).detail == "3 of 3 healthy"
-    bad = further_batches(JobResult(further=(tried(), SICK, tried())))
+def test_the_healthy_further_batches_are_counted() -> None:
+    assert further_batches(Seen(further=(tried(),) * 3)).detail == "3 of 3 healthy"
+    bad = further_batches(Seen(further=(tried(), SICK, tried())))
     assert (bad.passed, bad.detail) == (False, "2 of 3 healthy; loss NaN")
-    none = further_batches(JobResult(further_failure="config.yaml:2: data ended after 1 batches"))
+    none = further_batches(Seen(further_failure="config.yaml:2: data ended after 1 batches"))
     assert (none.passed, none.ran, none.detail) == (True, False, "not run: config.yaml:2: data ended after 1 batches")
 
 
@@ -121,8 +119,8 @@ def test_further_batches_are_counted() -> None:
     ],
     ids=["runs", "only the unpatched raises", "both raise", "only the patched raises"],
 )
-def test_only_what_the_patch_breaks_in_eval_mode_fails(patched: str, unpatched: str, passed: bool, detail: str) -> None:
-    step = in_eval_mode(JobResult(eval_failure=patched), JobResult(eval_failure=unpatched))
+def test_eval_mode_fails_only_for_errors_of_the_patch(patched: str, unpatched: str, passed: bool, detail: str) -> None:
+    step = in_eval_mode(Seen(eval_failure=patched), Seen(eval_failure=unpatched))
     assert (step.name, step.passed, step.detail) == ("in eval mode", passed, detail)
 
 
@@ -135,24 +133,24 @@ def test_only_what_the_patch_breaks_in_eval_mode_fails(patched: str, unpatched: 
     ],
     ids=["healthy", "a finding", "an error"],
 )
-def test_a_run_with_the_patch_must_show_no_finding_of_precision(trained: Trained, passed: bool, detail: str) -> None:
+def test_a_training_run_fails_with_a_precision_finding_or_an_error(trained: Trained, passed: bool, detail: str) -> None:
     step = training_run(replace(trained, steps=50))
     assert (step.name, step.passed, step.detail) == ("training 50 steps", passed, detail)
 
 
-def test_findings_that_no_pin_cures_are_named() -> None:
+def test_findings_that_no_pin_fixes_are_named_as_exceptions() -> None:
     trained = Trained(steps=5, scale=8.0, beside=("misuse-clip-scaled", "misuse-clip-scaled"))
     assert training_run(trained).detail == "healthy, except for misuse-clip-scaled; loss scale 8, 0 skipped steps"
 
 
-def test_a_run_that_begins_where_its_scale_settles_says_so() -> None:
+def test_the_training_detail_names_the_loss_scale_at_which_the_run_started() -> None:
     step = training_run(Trained(steps=14, scale=1024.0, begun_at=2048.0, skipped=(0,)))
     assert step.detail == (
         "healthy; loss scale 1,024, 1 skipped step; started at 2,048, a scale that suits the failing step"
     )
 
 
-def test_a_run_of_skipped_steps_alone_fails() -> None:
+def test_a_training_run_that_skips_every_step_fails_and_names_a_lower_scale() -> None:
     skipped = Trained(steps=2, losses=(1.5, 1.6), skipped=(0, 1), scale=32768.0)
     why = why_nothing_was_trained(Precision(), skipped, [tried(scale=65536.0)])
     step = training_run(skipped, why)
@@ -167,13 +165,13 @@ def test_a_run_of_skipped_steps_alone_fails() -> None:
     assert why_nothing_was_trained(Precision(), one_taken, [tried()]) == ""
 
 
-def test_one_step_is_told_as_one() -> None:
+def test_names_and_details_use_the_singular_for_one_step() -> None:
     assert training_run(Trained(steps=1, scale=8.0)).name == "training 1 step"
     assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 1), None).detail == "1% from FP32's (the last step)"
     assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 2), None).detail == "the run ended after 1 step"
 
 
-def test_losses_of_skipped_steps_are_no_evidence() -> None:
+def test_losses_of_skipped_steps_are_not_evidence() -> None:
     trained = Trained(losses=(1.0, 1.0, 2.0, 1.0), skipped=(0, 1, 3))
     step = losses_as_in_fp32(trained, curve(1.0, 4), curve(1.0, 4))
     assert (step.passed, step.detail.partition(";")[0]) == (False, "100% from FP32's (the last step taken)")
@@ -199,7 +197,7 @@ def curve(factor: float, count: int = 8) -> Trained:
     ],
     ids=["near", "far", "far, as FP32 itself", "only told", "NaN", "ended early", "FP32 diverges", "FP32 raises"],
 )
-def test_losses_stay_within_the_noise_of_fp32(
+def test_losses_fail_beyond_the_noise_of_fp32_or_if_they_are_nan_or_too_few(
     trained: Trained, float32: Trained, rounded: Trained | None, passed: bool, said: str
 ) -> None:
     step = losses_as_in_fp32(trained, float32, rounded)
@@ -207,7 +205,7 @@ def test_losses_stay_within_the_noise_of_fp32(
     assert said in step.detail
 
 
-def test_the_use_of_a_step_holds_what_was_measured_and_no_more() -> None:
+def test_the_use_of_a_step_shows_only_measured_values() -> None:
     uses = {"patched": StepUse(0.5, 3 * 2**20, 2**30), "float32": StepUse(0.4, 6 * 2**20)}
     (use,) = use_of_a_step(uses)
     assert use.detail == "500 ms (FP32 400 ms); 3.1 MB kept for the backward pass (FP32 6.3 MB); 1.1 GB at the peak"
@@ -244,11 +242,11 @@ NAN_AT_THE_END = (*SETTLED, Step(8, math.nan, 32768.0, True, skipped=False))
         (found("hardware"), SETTLED, True),
     ],
 )
-def test_only_what_fails_disproves_a_patch(finding: Finding, steps: tuple[Step, ...], expected: bool) -> None:
+def test_only_a_lasting_failure_disproves_a_patch(finding: Finding, steps: tuple[Step, ...], expected: bool) -> None:
     assert disproves(finding, steps) == expected
 
 
-def test_only_the_loss_scale_recovers() -> None:
+def test_only_gradient_findings_may_pass_in_a_run_that_settles() -> None:
     passing = {code.name for code in CODES.values() if code.passes}
     assert set() < passing <= {code.name for code in CODES.values() if code.family == GRADIENTS}
     for name in CODES.keys() - passing:

@@ -1,4 +1,4 @@
-"""Code swapped in the live process: whatever stands on a function runs the other code, and then its own again."""
+"""Code swapped in the live process: every reference to a function runs the new code, and then its own again."""
 
 import importlib.util
 import sys
@@ -95,7 +95,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_code_is_swapped_and_afterwards_as_it_was(name: str, held: ModuleType) -> None:
+def test_a_function_runs_the_swapped_code_and_then_its_own_code_again(name: str, held: ModuleType) -> None:
     before, after, function, call, was, then = EDITS[name]
     shifted = patch(held, (before, f"_ = 0\n{' ' * 12}{after}" if name.endswith("method") else after))
     assert call(held) == was
@@ -105,7 +105,7 @@ def test_code_is_swapped_and_afterwards_as_it_was(name: str, held: ModuleType) -
     assert call(held) == was
 
 
-def test_lines_are_those_of_the_file_and_new_imports_are_there_for_as_long_as_it_lasts(held: ModuleType) -> None:
+def test_swapped_code_keeps_the_lines_of_the_file_and_new_imports_end_with_the_swap(held: ModuleType) -> None:
     names, lines = set(vars(held)), [line for *_, line in held.make.__code__.co_lines()]
     edits = ("import functools\n", "import functools\nimport math\n"), ("return x + 1", "return math.floor(x + 1.5)")
     with swapped(patch(held, *edits)):
@@ -117,7 +117,7 @@ def test_lines_are_those_of_the_file_and_new_imports_are_there_for_as_long_as_it
     assert set(vars(held)) == names
 
 
-def test_an_error_in_it_leaves_nothing_behind(held: ModuleType) -> None:
+def test_an_error_in_swapped_code_restores_the_original_code(held: ModuleType) -> None:
     with pytest.raises(ZeroDivisionError), swapped(patch(held, ("return x + 1", "return 7 / x"))):
         held.plain(0)
     assert held.plain(0) == 1
@@ -137,13 +137,13 @@ WHY_NOT = {
 
 
 @pytest.mark.parametrize("name", WHY_NOT)
-def test_what_cannot_be_swapped_says_why(name: str, held: ModuleType) -> None:
+def test_a_change_that_cannot_be_swapped_is_refused_with_the_reason(name: str, held: ModuleType) -> None:
     edit, why = WHY_NOT[name]
     with pytest.raises(CannotSwapError, match=why), swapped(patch(held, edit)):
         pass
 
 
-def test_a_file_that_nothing_was_imported_from_cannot_be_swapped(tmp_path: Path) -> None:
+def test_a_file_that_was_not_imported_cannot_be_swapped(tmp_path: Path) -> None:
     path = tmp_path / "another_file.py"
     path.write_text("X = 1\n")
     with (
@@ -153,7 +153,7 @@ def test_a_file_that_nothing_was_imported_from_cannot_be_swapped(tmp_path: Path)
         pass
 
 
-def test_code_that_is_not_what_its_file_has_by_now_is_left_alone(held: ModuleType) -> None:
+def test_code_whose_file_has_changed_since_the_import_is_not_swapped(held: ModuleType) -> None:
     Path(held.__file__ or "").write_text(HELD.replace("x + 1", "x * 5"))
     with swapped(patch(held, ("x + 1", "x + 100"))):
         assert held.plain(30) == 31

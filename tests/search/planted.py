@@ -1,4 +1,4 @@
-"""Planted failures for searches: trees of modules, and steps that are healthy exactly when the culprits are pinned."""
+"""Planted failures for searches: trees of modules, and steps that are healthy exactly if the culprits are pinned."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ SMALL = ("", "embed", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp
 """A model whose container ``blocks`` never runs; its second block is a leaf."""
 
 of_any_size = pytest.mark.parametrize("sizes", [(50, 500), pytest.param((2000,), marks=pytest.mark.slow)], ids=str)
-"""How many modules the trees of a property have."""
+"""The number of modules in the trees of a property."""
 
 
 @dataclass
 class Step:
-    """A failing step, tried with pins: healthy when it has all culprits of one of ``ways`` to cure it.
+    """A failing step: a trial is healthy if its pins include all culprits of one of the ``ways``.
 
-    ``suspects`` are the culprits of the first way that are missing, all of them or, with ``masking``, the first.
+    ``suspects`` are the unpinned culprits of the first way; with ``masking`` only the first of them.
     """
 
     tree: AtomTree
@@ -45,9 +45,9 @@ def planted(*culprits: str, names: Sequence[str] = SMALL, masking: bool = False)
 
 
 def random_names(count: int, source: random.Random, recent: int) -> list[str]:
-    """``count`` names of modules that ran; each was put into one of the ``recent`` ones before it (1 makes a chain).
+    """``count`` names of modules that ran; the parent of each is among the last ``recent`` nodes (1 makes a chain).
 
-    One in ten of those that hold others is a container, which never runs and is not among them.
+    One node in ten is a container, which never runs and is not named.
     """
     nodes = [""]
     names = [""]
@@ -61,7 +61,7 @@ def random_names(count: int, source: random.Random, recent: int) -> list[str]:
 
 @st.composite
 def trees(draw: st.DrawFn, sizes: Iterable[int] = (50, 500)) -> AtomTree:
-    """Trees of so many modules: chains, bushes and all between."""
+    """Trees of these sizes: chains, bushes and everything between."""
     count = draw(st.sampled_from(list(sizes)))
     recent = draw(st.sampled_from([1, 2, 8, 64, 10_000]))
     return atom_tree(random_names(count, random.Random(draw(st.integers(0, 2**32))), recent))
@@ -69,7 +69,7 @@ def trees(draw: st.DrawFn, sizes: Iterable[int] = (50, 500)) -> AtomTree:
 
 @st.composite
 def steps(draw: st.DrawFn, sizes: Iterable[int] = (50, 500), masking: bool = False) -> Step:
-    """Steps of 1 to 8 culprits, which are atoms in any order."""
+    """Steps with 1 to 8 culprits, which are atoms in any order."""
     tree = draw(trees(sizes))
     places = st.integers(0, len(tree.atoms) - 1)
     culprits = draw(st.lists(places, min_size=1, max_size=8, unique=True))

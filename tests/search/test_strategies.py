@@ -1,4 +1,4 @@
-"""Atoms, trials, and both searches: the guided one, from candidates to what shows next, and the blind one by blocks."""
+"""Atoms, trials, and both searches: the guided one from candidates to new suspects, and the blind one by blocks."""
 
 import hashlib
 import itertools
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.strategies import (
-    MOST_GROUPS,
+    GROUPS,
     Atoms,
     AtomTree,
     OutOfTrials,
@@ -37,12 +37,12 @@ LEVELS = {
 }
 
 
-def test_the_parents_own_atom_comes_before_its_childrens_and_levels_say_how_large_a_block_begins_there() -> None:
+def test_atoms_list_a_parent_before_its_children_with_the_level_of_each_block() -> None:
     assert dict(zip(TREE.atoms, TREE.levels, strict=True)) == LEVELS
     assert tuple(LEVELS) == TREE.atoms
 
 
-def test_siblings_are_in_the_order_in_which_anything_in_them_was_named() -> None:
+def test_siblings_are_ordered_by_the_first_name_in_each_of_them() -> None:
     assert atom_tree(["a.x", "b", "a.y", "a", ""]).atoms == (":own", "a:own", "a.x", "a.y", "b")
 
 
@@ -57,19 +57,19 @@ UNDER = {
 
 
 @pytest.mark.parametrize(("name", "atoms"), UNDER.items())
-def test_what_is_under_a_module_an_atom_or_a_container(name: str, atoms: tuple[str, ...]) -> None:
+def test_under_returns_the_atoms_of_a_module_an_atom_or_a_container(name: str, atoms: tuple[str, ...]) -> None:
     assert name in TREE
     assert TREE.under(name) == atoms
 
 
 @pytest.mark.parametrize("name", ["nothing", "head:own", "blocks:own", "blocks.2"])
-def test_nothing_else_is_known(name: str) -> None:
+def test_an_unknown_name_is_not_in_the_tree_and_raises_key_error(name: str) -> None:
     assert name not in TREE
     with pytest.raises(KeyError):
         TREE.under(name)
 
 
-def test_a_module_with_children_has_lines_of_its_own_and_a_parent_unless_it_is_the_root() -> None:
+def test_own_returns_the_atom_of_own_lines_and_parent_returns_none_for_the_root() -> None:
     own = {"": ":own", "blocks.0": "blocks.0:own", "head": "head", "blocks.0:own": "blocks.0:own", "blocks": "blocks"}
     assert {name: TREE.own(name) for name in own} == own
     names = ("blocks.0.mlp:own", "blocks.0.mlp", "blocks.0", "head", ":own", "")
@@ -85,7 +85,7 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize(("atoms", "pins"), COMPRESSED.items())
-def test_a_whole_module_stands_for_its_atoms_and_a_container_for_none(
+def test_compress_replaces_atoms_by_whole_modules_but_not_by_containers(
     atoms: tuple[str, ...], pins: tuple[str, ...]
 ) -> None:
     assert TREE.compress(atoms) == pins
@@ -94,13 +94,13 @@ def test_a_whole_module_stands_for_its_atoms_and_a_container_for_none(
 @pytest.mark.parametrize(
     ("names", "pins"), [([""], ("",)), (["encoder", "decoder"], ("encoder", "decoder")), ([], ())], ids=str
 )
-def test_all_of_a_model_is_its_root_unless_that_never_ran(names: list[str], pins: tuple[str, ...]) -> None:
+def test_all_atoms_compress_to_the_root_unless_the_root_never_ran(names: list[str], pins: tuple[str, ...]) -> None:
     tree = atom_tree(names)
     assert (tree.atoms, tree.compress(tree.atoms)) == (pins, pins)
     assert tree.expand([]) == frozenset()
 
 
-def test_modules_may_be_nested_deeper_than_pythons_stack() -> None:
+def test_modules_can_be_nested_deeper_than_the_recursion_limit_of_python() -> None:
     names = [".".join(["m"] * depth) for depth in range(1, 1500)]
     tree = atom_tree(["", *names])
     assert len(tree.atoms) == 1500
@@ -109,7 +109,7 @@ def test_modules_may_be_nested_deeper_than_pythons_stack() -> None:
 
 @given(trees(), st.randoms(use_true_random=False))
 @settings(max_examples=30)
-def test_pins_expand_to_the_atoms_that_they_were_made_of(tree: AtomTree, source: random.Random) -> None:
+def test_compressed_pins_expand_to_the_same_atoms_without_overlap(tree: AtomTree, source: random.Random) -> None:
     share = source.random()
     atoms = frozenset(atom for atom in tree.atoms if source.random() < share)
     pins = tree.compress(atoms)
@@ -120,7 +120,7 @@ def test_pins_expand_to_the_atoms_that_they_were_made_of(tree: AtomTree, source:
 
 @given(st.integers(0, 1000), st.integers(1, 6))
 @settings(max_examples=50)
-def test_no_fewer_pins_would_do(seed: int, recent: int) -> None:
+def test_compress_returns_the_fewest_pins_for_a_set_of_atoms(seed: int, recent: int) -> None:
     source = random.Random(seed)
     names = random_names(6, source, recent)
     tree = atom_tree(names)
@@ -132,7 +132,7 @@ def test_no_fewer_pins_would_do(seed: int, recent: int) -> None:
     )
 
 
-def test_a_set_is_tried_once_however_it_is_named_and_passed_on_once_as_it_ends() -> None:
+def test_a_set_is_tried_and_reported_once_even_if_its_pins_are_named_differently() -> None:
     seen: list[Trial] = []
     step = Step(TREE, [["head"]])
     trials = Trials(step, TREE, on_trial=seen.append)
@@ -143,7 +143,7 @@ def test_a_set_is_tried_once_however_it_is_named_and_passed_on_once_as_it_ends()
     assert step.ran == [("blocks.0.mlp",), ("head",)]
 
 
-def test_a_trial_says_what_was_seen() -> None:
+def test_a_trial_records_its_health_reason_stage_suspects_and_runs() -> None:
     _, trials = planted("head", "embed")
     assert trials.test(["head"], "candidates") == Trial(
         ("head",), healthy=False, why="inf", stage="candidates", suspects=("embed",), runs=1, healthy_runs=0
@@ -153,7 +153,7 @@ def test_a_trial_says_what_was_seen() -> None:
     )
 
 
-def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
+def test_the_best_set_is_the_healthy_set_with_the_fewest_atoms() -> None:
     _, trials = planted("head")
     bests = []
     for pins in (["embed"], ["blocks.0", "head"], ["embed", "head"], ["head", "blocks.1"], ["head"]):
@@ -165,7 +165,7 @@ def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
     assert trials.best == ()
 
 
-def test_beyond_the_limit_only_what_is_known_is_answered() -> None:
+def test_only_known_trials_are_answered_past_the_limit_of_trials() -> None:
     step = Step(TREE, [["head"]])
     trials = Trials(step, TREE, max_trials=1)
     known = trials.test(["head"], "")
@@ -176,7 +176,7 @@ def test_beyond_the_limit_only_what_is_known_is_answered() -> None:
 
 
 def flaky(answers: str) -> tuple[Trials, Iterator[str]]:
-    """Trials of three repeats whose runs are healthy where there is a "+"."""
+    """Trials with three repeats; each "+" in ``answers`` is a healthy run."""
     left = iter(answers)
     return Trials(lambda pins: Trial(pins, healthy=next(left) == "+", why="nan", seconds=1.0), TREE, repeats=3), left
 
@@ -189,7 +189,7 @@ def test_repeats_end_with_the_first_unhealthy_run(answers: str, runs: int, healt
     assert (trial.seconds, list(left), len(trials.made)) == (runs, ["+"], 1)
 
 
-def test_an_interrupt_goes_through_and_what_was_made_stays() -> None:
+def test_an_interrupt_propagates_and_keeps_the_finished_trials() -> None:
     def interrupted(pins: tuple[str, ...]) -> Trial:
         if pins == ("embed",):
             raise KeyboardInterrupt
@@ -203,7 +203,7 @@ def test_an_interrupt_goes_through_and_what_was_made_stays() -> None:
     assert trials.known(["embed"]) is None
 
 
-def test_tied_modules_move_together() -> None:
+def test_tied_modules_are_pinned_together() -> None:
     step = Step(TREE, [["head"]])
     trials = Trials(step, TREE, together=[("embed", "head", "blocks.1")])
     assert trials.test(["embed"], "").pins == ("embed", "blocks.1", "head")
@@ -215,7 +215,7 @@ def test_tied_modules_move_together() -> None:
     )
 
 
-def test_pins_of_what_never_ran_are_refused() -> None:
+def test_a_pin_of_a_module_that_never_ran_raises_key_error() -> None:
     _, trials = planted("head")
     with pytest.raises(KeyError):
         trials.test(["tail"], "")
@@ -226,11 +226,11 @@ def stages(trials: Trials) -> list[tuple[str, tuple[str, ...], bool]]:
 
 
 def merged(tree: AtomTree, pins: Sequence[str]) -> int:
-    """How many pins stand for several atoms; each is dropped as a whole too."""
+    """The number of pins with several atoms; the search also drops each of these pins as a whole."""
     return sum(len(tree.under(pin)) > 1 for pin in pins)
 
 
-def test_right_candidates_cost_one_trial_and_one_each_which_says_what_dropping_it_does() -> None:
+def test_correct_candidates_cost_one_trial_and_one_more_that_drops_each_pin() -> None:
     _, trials = planted("embed", "head")
     found = guided_search(trials, ["embed", "head"])
     assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, True)
@@ -245,12 +245,12 @@ def test_right_candidates_cost_one_trial_and_one_each_which_says_what_dropping_i
     }
 
 
-def test_the_blind_search_says_what_dropping_each_pin_does_too() -> None:
+def test_the_blind_search_records_the_trial_that_drops_each_pin() -> None:
     found = delta_debug(planted("embed", "head")[1])
     assert {pin: trial.suspects for pin, trial in found.dropped.items()} == {"embed": ("embed",), "head": ("head",)}
 
 
-def test_of_few_culprits_in_a_large_model_each_is_dropped() -> None:
+def test_a_set_of_40_culprits_among_2000_layers_is_proven_minimal() -> None:
     names = [f"layers.{index}" for index in range(2000)]
     culprits = names[::50]
     _, trials = planted(*culprits, names=["", *names])
@@ -258,7 +258,7 @@ def test_of_few_culprits_in_a_large_model_each_is_dropped() -> None:
     assert (found.pins, found.minimal) == (tuple(culprits), True)
 
 
-def test_a_culprit_that_shows_when_another_is_cured_joins() -> None:
+def test_a_culprit_that_another_culprit_hid_joins_the_set() -> None:
     _, trials = planted("embed", "blocks.0.attn", "head", masking=True)
     assert guided_search(trials, ["embed"]).pins == ("embed", "blocks.0.attn", "head")
     assert stages(trials)[:3] == [
@@ -268,7 +268,7 @@ def test_a_culprit_that_shows_when_another_is_cured_joins() -> None:
     ]
 
 
-def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_force() -> None:
+def test_proposals_under_the_current_pins_extend_a_chain_of_hidden_culprits() -> None:
     names = [f"layers.{index}" for index in range(40)]
     asked: list[int] = []
 
@@ -288,13 +288,13 @@ def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_fo
     ]
 
 
-def test_of_two_sets_that_would_do_the_earlier_candidate_or_the_first_to_run_is_kept() -> None:
+def test_the_first_candidate_or_first_module_to_run_is_kept_of_two_sufficient_sets() -> None:
     trials = [Trials(Step(TREE, [["embed"], ["head"]]), TREE) for _ in range(3)]
     assert guided_search(trials[0], ["embed", "head"]).pins == delta_debug(trials[1]).pins == ("embed",)
     assert guided_search(trials[2], ["head", "embed"]).pins == ("head",)
 
 
-def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -> None:
+def test_pins_of_all_atoms_of_a_module_are_reported_and_dropped_as_the_module() -> None:
     _, trials = planted("blocks.0.mlp:own", "blocks.0.mlp.fc", "head")
     found = guided_search(trials, ["blocks.0.mlp:own", "blocks.0.mlp.fc", "head"])
     assert found.pins == ("blocks.0.mlp", "head")
@@ -312,11 +312,11 @@ GIVEN: dict[str, tuple[tuple[str, ...], Sequence[str], tuple[str, ...], int]] = 
     "one, of a healthy step": ((), ["head"], (), 2),
     "all, of a healthy step": ((), TREE.atoms, (), 5),
 }
-"""The culprits, the candidates, the pins that are found, and the trials they cost."""
+"""The culprits, the candidates, the found pins, and the number of trials."""
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_candidates_are_joined_and_dropped(name: str) -> None:
+def test_the_guided_search_finds_a_minimal_set_from_any_candidates(name: str) -> None:
     culprits, candidates, pins, count = GIVEN[name]
     _, trials = planted(*culprits)
     found = guided_search(trials, candidates)
@@ -325,8 +325,8 @@ def test_candidates_are_joined_and_dropped(name: str) -> None:
     assert len(trials.made) == count
 
 
-def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -> None:
-    """The step names a block's own lines; what must be pinned is a module inside another part of that block."""
+def test_a_suspect_that_is_already_pinned_is_widened_and_narrowed_again() -> None:
+    """The step blames a block's own lines, but the culprit is a module in another part of that block."""
 
     def blames_the_block(pins: tuple[str, ...]) -> Trial:
         healthy = "blocks.0.mlp.fc" in TREE.expand(pins)
@@ -338,7 +338,7 @@ def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -
     assert [stage for stage, _, _ in stages(trials)][:3] == ["candidates", "suspects", "widened"]
 
 
-def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_root() -> None:
+def test_candidates_are_widened_up_to_the_root_if_there_are_no_suspects() -> None:
     trials = Trials(lambda pins: Trial(pins, "embed" in TREE.expand(pins), why="loss is far off"), TREE)
     found = guided_search(trials, ["blocks.0.mlp.fc"])
     assert (found.pins, found.minimal) == (("embed",), True)
@@ -346,7 +346,7 @@ def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_ro
     assert widened == [("blocks.0.mlp",), ("blocks.0",), ("blocks.0", "blocks.1"), ("",)]
 
 
-def test_where_even_the_root_does_not_help_nothing_is_found_nor_widened_without_candidates_and_suspects() -> None:
+def test_no_set_is_found_if_pinning_the_root_fails_or_nothing_can_be_widened() -> None:
     trials, others = (Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE) for _ in range(2))
     found = guided_search(trials, ["head"])
     assert (found.pins, found.healthy, found.minimal) == ((), False, False)
@@ -355,8 +355,8 @@ def test_where_even_the_root_does_not_help_nothing_is_found_nor_widened_without_
     assert len(others.made) == 1
 
 
-def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
-    """Pinning one block without the other raises, say, for their dtypes no longer meet."""
+def test_a_harmful_candidate_is_left_out_of_the_set() -> None:
+    """As if pinning one block without the other raised, because their dtypes no longer match."""
 
     def harmed(pins: tuple[str, ...]) -> Trial:
         pinned = TREE.expand(pins)
@@ -367,7 +367,7 @@ def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
     assert (found.pins, found.minimal) == (("head",), True)
 
 
-def test_tied_modules_are_dropped_as_one() -> None:
+def test_both_searches_drop_tied_modules_together() -> None:
     together = [("embed", "head")]
     found = guided_search(Trials(Step(TREE, [["head"]]), TREE, together=together), ["head", "embed", "blocks.1"])
     assert (found.pins, found.minimal) == (("embed", "head"), True)
@@ -380,7 +380,7 @@ def test_tied_modules_are_dropped_as_one() -> None:
 @of_any_size
 @given(data=st.data(), source=st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_right_candidates_are_proven_within_the_bound(
+def test_correct_candidates_are_proven_within_the_bound_on_trials(
     sizes: tuple[int, ...], data: st.DataObject, source: random.Random
 ) -> None:
     step = data.draw(steps(sizes))
@@ -396,7 +396,7 @@ def test_right_candidates_are_proven_within_the_bound(
 @of_any_size
 @given(data=st.data(), count=st.integers(1, 40), last=st.booleans(), source=st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_superfluous_candidates_cost_their_logarithm(
+def test_superfluous_candidates_cost_a_logarithmic_number_of_trials(
     sizes: tuple[int, ...], data: st.DataObject, count: int, last: bool, source: random.Random
 ) -> None:
     step = data.draw(steps(sizes))
@@ -420,7 +420,7 @@ def test_superfluous_candidates_cost_their_logarithm(
 @pytest.mark.slow
 @given(steps(masking=True))
 @settings(max_examples=60)
-def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:
+def test_a_chain_of_masked_culprits_costs_two_trials_per_culprit(step: Step) -> None:
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
     found = guided_search(trials, culprits[:1])
@@ -430,7 +430,7 @@ def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:
 
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "blind"])
 @given(step=steps([50]), count=st.integers(0, 20), limit=st.integers(0, 60))
-def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: Step, count: int, limit: int) -> None:
+def test_the_best_set_so_far_is_returned_if_trials_run_out(is_guided: bool, step: Step, count: int, limit: int) -> None:
     (culprits,) = step.ways
     candidates = [*culprits, *(atom for atom in step.tree.atoms[:count] if atom not in culprits)]
     limit = limit // 6 if is_guided else limit
@@ -449,7 +449,7 @@ def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: St
 
 
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "blind"])
-def test_after_an_interrupt_the_best_set_so_far_is_still_there(is_guided: bool) -> None:
+def test_the_best_set_so_far_is_available_after_an_interrupt(is_guided: bool) -> None:
     def interrupt(trial: Trial) -> None:
         if len(trial.pins) == 2 if is_guided else trial.stage == "narrowing" and trial.healthy:
             raise KeyboardInterrupt
@@ -463,7 +463,7 @@ def test_after_an_interrupt_the_best_set_so_far_is_still_there(is_guided: bool) 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -> None:
+def test_repeats_find_the_set_of_a_step_that_fails_three_times_in_ten(seed: int) -> None:
     source = random.Random(seed)
 
     def flaky(pins: tuple[str, ...]) -> Trial:
@@ -474,31 +474,31 @@ def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -
     assert guided_search(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")
 
 
-def test_where_each_pin_alone_takes_too_long_groups_are_dropped_and_those_known_to_be_needed_are_one() -> None:
+def test_a_thousand_pins_are_dropped_in_groups_of_which_the_needed_pins_are_one() -> None:
     names = tuple(f"layers.{number}" for number in range(1000))
     step, trials = planted(*names, names=names)
     result = guided_search(trials, names)
     assert (result.pins, result.healthy, result.minimal, result.dropped) == (names, True, False, {})
-    assert len(step.ran) == 1 + MOST_GROUPS
+    assert len(step.ran) == 1 + GROUPS
 
     needed = names[::3]
     step, trials = planted(*needed, names=names)
     result = guided_search(trials, names, fails_alone=lambda part: part <= set(needed))
     assert (result.pins, result.healthy, result.minimal) == (needed, True, False)
-    assert len(step.ran) <= 2 + math.log2(MOST_GROUPS) * 2 + 1
+    assert len(step.ran) <= 2 + math.log2(GROUPS) * 2 + 1
 
-    _, trials = planted("layers.7", names=names)  # where what is known is wrong
+    _, trials = planted("layers.7", names=names)  # the known needs are wrong
     result = guided_search(trials, names, fails_alone=lambda part: part != {"layers.7"})
     assert (result.pins, result.healthy) == (("layers.7",), True)
 
 
-def test_of_few_pins_those_that_are_known_to_be_needed_are_dropped_alone_all_the_same() -> None:
+def test_each_of_a_few_pins_is_dropped_alone_even_if_known_to_be_needed() -> None:
     _, trials = planted("head", "embed")
     result = guided_search(trials, ["blocks.1", "head", "embed"], fails_alone=lambda part: True)
     assert (result.pins, result.minimal) == (("embed", "head"), True)
 
 
-def test_everything_is_tried_first_then_nothing_then_blocks() -> None:
+def test_the_blind_search_tries_everything_then_nothing_then_blocks() -> None:
     names = ["", *(f"blocks.{block}{part}" for block in range(8) for part in ("", ".attn", ".mlp"))]
     _, trials = planted("blocks.5.mlp", names=names)
     found = delta_debug(trials)
@@ -512,21 +512,21 @@ def test_everything_is_tried_first_then_nothing_then_blocks() -> None:
 
 
 @pytest.mark.parametrize(("is_healthy", "trials"), [(True, 2), (False, 1)], ids=["healthy", "failing with all pinned"])
-def test_a_step_that_no_pin_changes_needs_few_trials_and_no_pins(is_healthy: bool, trials: int) -> None:
+def test_a_step_that_no_pin_changes_gets_no_pins_after_at_most_two_trials(is_healthy: bool, trials: int) -> None:
     made = Trials(lambda pins: Trial(pins, healthy=is_healthy), TREE)
     found = delta_debug(made)
     assert (found.pins, found.healthy, found.minimal) == ((), is_healthy, is_healthy)
     assert len(made.made) == trials
 
 
-def test_where_everything_pinned_fails_an_earlier_healthy_set_is_made_smaller() -> None:
+def test_an_earlier_healthy_set_is_reduced_if_pinning_everything_fails() -> None:
     trials = Trials(lambda pins: Trial(pins, "head" in pins), TREE)
     trials.test(["head", "embed"], "earlier")
     found = delta_debug(trials)
     assert (found.pins, found.minimal) == (("head",), True)
 
 
-def test_a_model_of_one_module_is_found_and_where_nothing_ran_nothing_is() -> None:
+def test_the_blind_search_pins_the_only_module_and_finds_no_set_without_modules() -> None:
     _, trials = planted("", names=[""])
     assert delta_debug(trials).pins == ("",)
     assert not delta_debug(Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))).healthy
@@ -535,7 +535,7 @@ def test_a_model_of_one_module_is_found_and_where_nothing_ran_nothing_is() -> No
 @of_any_size
 @given(data=st.data())
 @settings(max_examples=25)
-def test_the_planted_set_is_found_within_the_bound(sizes: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_blind_search_finds_the_planted_set_within_the_bound(sizes: tuple[int, ...], data: st.DataObject) -> None:
     step = data.draw(steps(sizes))
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
@@ -547,7 +547,7 @@ def test_the_planted_set_is_found_within_the_bound(sizes: tuple[int, ...], data:
 
 @given(trees([50]), st.data())
 @settings(max_examples=60)
-def test_of_several_ways_to_cure_it_finds_one_and_nothing_besides(tree: AtomTree, data: st.DataObject) -> None:
+def test_the_blind_search_finds_exactly_one_of_several_sufficient_sets(tree: AtomTree, data: st.DataObject) -> None:
     way = st.lists(st.sampled_from(tree.atoms), min_size=1, max_size=5, unique=True)
     ways = data.draw(st.lists(way, min_size=2, max_size=4))
     found, again = (delta_debug(Trials(Step(tree, ways), tree)) for _ in range(2))
@@ -556,14 +556,14 @@ def test_of_several_ways_to_cure_it_finds_one_and_nothing_besides(tree: AtomTree
 
 
 def whimsical(seed: int, share: int, pinned: Atoms) -> bool:
-    """A predicate without any order: so many of 256 sets are healthy."""
+    """A predicate without any order: ``share`` in 256 sets are healthy."""
     digest = hashlib.sha256(repr((seed, sorted(pinned))).encode()).digest()
     return digest[0] < share
 
 
 @given(trees([12]), st.integers(0, 2**32), st.integers(0, 200))
 @settings(max_examples=150)
-def test_where_pins_can_harm_the_set_is_still_healthy_and_minimal(tree: AtomTree, seed: int, share: int) -> None:
+def test_the_found_set_is_healthy_and_minimal_even_if_pins_can_do_harm(tree: AtomTree, seed: int, share: int) -> None:
     def healthy(pins: Atoms) -> bool:
         return len(pins) == len(tree.atoms) or whimsical(seed, share, pins)
 

@@ -1,4 +1,4 @@
-"""Whose code a frame runs: told by the name of its module, wherever the file lies."""
+"""The owner of a frame's code: the name of its module decides, wherever its file is."""
 
 import importlib
 import sys
@@ -14,7 +14,7 @@ PACKAGE = Path(ampdbg.__file__).parent
 
 
 def frame_of(module: str, file: str) -> FrameType:
-    """A frame that runs code of that module, written in that file."""
+    """A frame that runs code of this module and file."""
     names: dict[str, object] = {"__name__": module, "sys": sys}
     exec(compile("frame = (lambda: sys._getframe())()", file, "exec"), names)
     frame = names["frame"]
@@ -39,11 +39,11 @@ def frame_of(module: str, file: str) -> FrameType:
         ("importlib.util", str(importlib.util.__file__), False),
     ],
 )
-def test_the_modules_name_tells(module: str, file: str, is_named: bool) -> None:
+def test_user_and_library_code_is_recognized_by_the_name_of_its_module(module: str, file: str, is_named: bool) -> None:
     assert is_users_or_a_librarys(frame_of(module, file)) is is_named
 
 
-def test_a_module_that_runs_as_a_program_has_its_own_name() -> None:
+def test_a_module_that_runs_as_a_program_keeps_its_spec_name() -> None:
     frame = frame_of("__main__", "/env/ampdbg/__main__.py")
     frame.f_globals["__spec__"] = importlib.util.spec_from_loader("ampdbg.__main__", loader=None)
     assert module_of(frame) == "ampdbg.__main__"

@@ -1,4 +1,4 @@
-"""Imports of a file: what they bind, which expressions are autocast, and where another import goes."""
+"""Imports of a file: the names that they bind, the expressions that are autocast, and the place of a new import."""
 
 import libcst as cst
 import pytest
@@ -17,11 +17,11 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize(("source", "bound"), IMPORTS.items(), ids=IMPORTS.keys())
-def test_what_imports_bind(source: str, bound: dict[str, str]) -> None:
+def test_imports_of_maps_bound_names_to_their_origins(source: str, bound: dict[str, str]) -> None:
     assert imports_of(cst.parse_module(source).body) == bound
 
 
-def test_a_name_is_followed_to_where_it_comes_from() -> None:
+def test_origin_of_resolves_only_imported_names() -> None:
     assert origin_of("F.softmax", {"F": "torch.nn.functional"}) == "torch.nn.functional.softmax"
     assert origin_of("x.softmax", {"F": "torch.nn.functional"}) == ""
 
@@ -35,7 +35,7 @@ def test_a_name_is_followed_to_where_it_comes_from() -> None:
         ("open('x')", False),
     ],
 )
-def test_autocast_is_known_by_any_of_its_names(expression: str, off: bool) -> None:
+def test_disabled_autocast_is_recognized_under_any_imported_name(expression: str, off: bool) -> None:
     imports = {"torch": "torch", "cast_off": "torch.amp.autocast"}
     item = cst.parse_expression(expression)
     assert disables_autocast(item, imports) == off
@@ -55,5 +55,5 @@ PLACED = {
 
 
 @pytest.mark.parametrize(("before", "after"), PLACED.values(), ids=PLACED.keys())
-def test_an_import_goes_where_a_person_would_put_it(before: str, after: str) -> None:
+def test_a_missing_import_is_inserted_in_the_right_section(before: str, after: str) -> None:
     assert with_imported(cst.parse_module(before), "torch").code == after

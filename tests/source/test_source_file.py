@@ -1,4 +1,4 @@
-"""Source files as LibCST reads them: what stands on a line, and all bytes kept but those of an edit."""
+"""Source files as LibCST reads them: the statement on a line, and the bytes that an edit leaves unchanged."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ EVERY = 24
 
 
 def corpus() -> list[Path]:
-    """One in two dozen of the standard library's own modules, packages included, tests of broken syntax left out."""
+    """One in 24 modules of the standard library, with packages and without tests of broken syntax."""
     files = sorted(STANDARD_LIBRARY.glob("*.py")) + sorted(STANDARD_LIBRARY.glob("[a-z]*/*.py"))
     kept = (file for file in files if not {"site-packages", "test", "lib2to3"} & set(file.parts))
     return [file for file in kept if file.stat().st_size][::EVERY]
@@ -28,8 +28,8 @@ SHORT = [file for file in corpus() if file.stat().st_size < 20_000 and file.name
 
 
 @pytest.mark.parametrize("file", slow_but_for(SHORT, corpus()), ids=name_of)
-def test_all_but_the_edit_is_kept(file: Path) -> None:
-    """A line put in front of the last statement is the only one that differs."""
+def test_an_inserted_line_leaves_all_other_bytes_unchanged(file: Path) -> None:
+    """The only difference is the line inserted before the last statement."""
     source = file.read_bytes()
     text = read_source(source)
     assert text.with_module(text.module) == source
@@ -42,12 +42,12 @@ def test_all_but_the_edit_is_kept(file: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [b"x = 1\ry = x @ x\r", b"x = 1\r\n\x0cy = 2\r\n", b"", b"\n", b"# only a comment"])
-def test_odd_files_without_a_change_stay_as_they_are(source: bytes) -> None:
+def test_unusual_files_without_an_edit_are_unchanged(source: bytes) -> None:
     text = read_source(source)
     assert text.with_module(text.module) == source
 
 
-def test_a_file_whose_lines_libcst_loses_is_refused() -> None:
+def test_an_edit_is_refused_if_libcst_loses_line_endings() -> None:
     text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"))
     with pytest.raises(EditError, match="line endings cannot be kept"):
         text.with_module(cst.parse_module("y = 1\n"))
@@ -68,7 +68,7 @@ class Net:
 
 
 @pytest.mark.parametrize(("line", "is_off"), [(7, False), (9, True), (10, False)])
-def test_a_statement_is_found_by_its_line_with_the_function_and_the_autocast_around_it(line: int, is_off: bool) -> None:
+def test_a_statement_is_found_by_line_with_its_function_and_autocast_state(line: int, is_off: bool) -> None:
     found = read_source(NET).at(line)
     assert found.span == range(line, line + 1)
     assert found.qualname == ("Net", "forward")
@@ -86,5 +86,5 @@ def test_a_line_without_a_statement_of_its_own_is_refused(line: int, reason: str
     assert caught.value.line == line
 
 
-def test_a_file_is_parsed_once() -> None:
+def test_equal_sources_are_parsed_once() -> None:
     assert read_source(NET) is read_source(bytes(bytearray(NET)))

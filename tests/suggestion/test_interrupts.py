@@ -1,4 +1,4 @@
-"""Ctrl-C while a suggestion is planned or proven: the search that had ended by then stands."""
+"""Ctrl-C while a suggestion is planned or proven: the finished search is kept."""
 
 import time
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_an_interrupt_keeps_the_search(form: Form, at: str, tmp_path: Path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_a_proof_that_is_interrupted_or_ends_counts_in_the_time_and_an_unproven_patch_is_kept_to_be_read(
+def test_the_time_of_a_proof_counts_and_an_unproven_patch_stays_in_the_record(
     is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic
@@ -56,7 +56,7 @@ def test_a_proof_that_is_interrupted_or_ends_counts_in_the_time_and_an_unproven_
     assert "enabled=False" in file.diff
 
 
-def test_an_interrupt_before_there_is_a_record_goes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_there_is_a_record_propagates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestion, "bisected", interrupt)
     with pytest.raises(KeyboardInterrupt):
         suggest(spiked(tmp_path))

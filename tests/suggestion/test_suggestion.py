@@ -1,4 +1,4 @@
-"""What is suggested for a workload: which edit is made, where it stands, and what its reader is told."""
+"""Suggestions for a workload: the edit, its place, and the notes for its reader."""
 
 import sys
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from tests.zoo.test_zoo import CASES, FILES, config_of
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is started for the proof: it takes seconds to start one."""
+    """Starts no process for the proof, which takes seconds."""
     monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
 
 
 def net(layers: str, forward: str, batch: str, functions: str, imported: str = "") -> str:
-    """A workload of one model; the bodies of its methods stand in a line each."""
+    """A workload with one model; each of its methods has a body of one line."""
     return f"""\
 import torch
 import torch.nn.functional as F
@@ -57,13 +57,13 @@ def handed_over(found: Suggestion) -> Handover:
 
 
 def proven(found: Suggestion) -> str:
-    """The text of what is suggested, which holds its proof."""
+    """The text of the suggestion, with its proof."""
     assert found.record.verification is not None
     assert found.record.verification.passed, found.record.verification
     return (content(found.record) or b"").decode()
 
 
-# Of the zoo: constants that half cannot hold stay in range on their lines, and pins of half weights are settings
+# Zoo cases: constants are limited to the range of half on their lines, and pins of half weights are settings
 
 
 def of_zoo(name: str, folder: Path, *overrides: str, **options: Any) -> Suggestion:
@@ -85,23 +85,23 @@ ADDED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADDED)
-def test_the_constant_is_kept_in_range_on_its_line(name: str, tmp_path: Path) -> None:
+def test_a_constant_is_limited_to_the_range_of_half_on_its_line(name: str, tmp_path: Path) -> None:
     found = of_zoo(name, tmp_path)
     lines = proven(found).splitlines()
     assert lines[0] == "# Keeps constants within the range of half precision; no module needs FP32:"
     added = [line.removeprefix("+").strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
     assert added == [ADDED[name]]
-    assert found.record.pins  # FP32 would cure it too, and is what a file of pins holds
+    assert found.record.pins  # FP32 would fix it too, and a pin file holds these pins
 
 
-def test_unproven_it_is_no_better_than_the_pins_that_the_search_has_tried(tmp_path: Path) -> None:
+def test_an_unproven_suggestion_pins_modules_instead_of_limiting_the_constant(tmp_path: Path) -> None:
     handover = handed_over(of_zoo("mask_of_a_whole_row", tmp_path, verify=False))
     assert handover.files
     assert not handover.pins_nothing
 
 
 @pytest.mark.parametrize("form", slow_but_for(["yaml"], ["diff", "module", "yaml"]))
-def test_pins_of_a_half_model_are_proven_as_settings(form: str, tmp_path: Path) -> None:
+def test_pins_of_a_model_at_level_o2_are_proven_as_config_settings(form: str, tmp_path: Path) -> None:
     """Edits of code rely on autocast, which does not run at O2."""
     found = of_zoo("scores_before_scaling", tmp_path, "precision.level=O2", form=form)
     assert proven(found).splitlines()[-3:] == ["precision:", "  pins:", "    - attn:own"]
@@ -109,7 +109,7 @@ def test_pins_of_a_half_model_are_proven_as_settings(form: str, tmp_path: Path) 
     assert (handover.names, handover.form, handover.files) == (("attn:own",), "yaml", ())
 
 
-def test_what_no_pin_cures_has_no_patch(tmp_path: Path) -> None:
+def test_a_finding_that_no_pin_fixes_gets_no_patch(tmp_path: Path) -> None:
     found = of_zoo("true_nan_forward", tmp_path)
     assert found.record.findings[0].code == CASES["true_nan_forward"].code
     assert (found.record.pins, found.edits, content(found.record)) == ((), (), None)
@@ -130,8 +130,8 @@ SMALL = net(
 
 
 @pytest.mark.slow
-def test_an_eps_that_half_would_drown_the_values_in_is_not_raised(tmp_path: Path) -> None:
-    """FP32's own values are smaller there than any eps that FP16 holds: the loss hardly tells, the gradients do."""
+def test_an_eps_is_not_raised_if_any_eps_of_half_would_exceed_the_values(tmp_path: Path) -> None:
+    """FP32's own values there are smaller than any eps of FP16: the loss hardly shows that, the gradients do."""
     found = suggest(written(tmp_path, {"net.py": SMALL}))
     assert found.record.findings[0].code == "eps-underflow"
     patch = proven(found)
@@ -141,7 +141,7 @@ def test_an_eps_that_half_would_drown_the_values_in_is_not_raised(tmp_path: Path
     assert "reaches" not in patch
 
 
-# Where the edit stands
+# The place of the edit
 
 
 CALLS_A_LIBRARY = net(
@@ -159,7 +159,7 @@ def energy_loss(output, target):
 
 
 def with_library(library: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Suggestion:
-    """What is suggested where the installed package is this."""
+    """The suggestion with this installed package."""
     site = folder / "site-packages"
     site.mkdir()
     (site / "energies.py").write_text(library)
@@ -168,7 +168,7 @@ def with_library(library: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     return suggest(written(folder, {"net.py": CALLS_A_LIBRARY}), verify=False)
 
 
-def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_call_of_a_library_function_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = with_library(LIBRARY, tmp_path, monkeypatch)
     assert [unit.title for unit in handed_over(found).units] == ["energy_loss() on line 22 of net.py"]
     (edit,) = found.edits
@@ -178,7 +178,7 @@ def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkey
     )
 
 
-def test_a_library_that_casts_by_itself_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_casts_to_fp32_itself_needs_no_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = with_library(LIBRARY.replace("output * output", "output.float() ** 2"), tmp_path, monkeypatch)
     assert (found.record.verdict, found.record.pins, found.edits) == ("healthy", (), ())
 
@@ -194,7 +194,7 @@ TIED = net(
 
 
 @pytest.mark.slow
-def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:
+def test_tied_modules_are_pinned_as_one_and_the_patch_leaves_the_embedding_unchanged(tmp_path: Path) -> None:
     config = written(tmp_path, {"net.py": TIED})
     found = suggest(config)
     embedding, head = found.record.pins
@@ -241,7 +241,7 @@ ROUNDED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "title", "edit"), ROUNDED.values(), ids=ROUNDED)
-def test_what_is_rounded_before_it_goes_wrong_is_kept_in_fp32_where_it_is_made(
+def test_a_value_that_is_rounded_before_the_failure_is_kept_in_fp32_at_its_source(
     text: str, title: str, edit: str, tmp_path: Path
 ) -> None:
     found = suggest(written(tmp_path, {"net.py": text}, BY_STEP))
@@ -252,13 +252,13 @@ def test_what_is_rounded_before_it_goes_wrong_is_kept_in_fp32_where_it_is_made(
     assert edit in found.edits[0].after.decode()
 
 
-def test_what_is_made_in_fp32_needs_no_patch(tmp_path: Path) -> None:
+def test_a_value_that_is_computed_in_fp32_needs_no_patch(tmp_path: Path) -> None:
     text = NEAR_ONE.replace('["heat"]', '["heat"].float()')
     found = suggest(written(tmp_path, {"net.py": text}, BY_STEP))
     assert (found.record.pins, found.edits) == ((), ())
 
 
-# Where the narrowest patch does not hold, a wider one is tried
+# A wider patch is tried if the narrowest one fails
 
 
 NARROW = ("line 15 of net.py", ())
@@ -270,7 +270,7 @@ FAILED = Proof(
 def suggested_where(
     outcomes: Sequence[Proof], folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = NET
 ) -> tuple[Suggestion, list[Any]]:
-    """What is suggested if the proofs come out like this, one after another, and the job that each was of."""
+    """The suggestion if the proofs have these outcomes in turn, and the job of each proof."""
     jobs: list[Any] = []
 
     def prove(job: object, *args: object) -> Proof:
@@ -281,10 +281,10 @@ def suggested_where(
     return suggest(written(folder, {"net.py": text})), jobs
 
 
-def test_a_wider_patch_says_what_the_narrower_one_failed_in_and_repeats_what_the_search_repeated(
+def test_a_wider_patch_notes_why_the_narrower_one_failed_and_keeps_the_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bisection, "_repeats", lambda rate: 2)  # as of a step that fails only sometimes
+    monkeypatch.setattr(bisection, "_repeats", lambda rate: 2)  # as for a step that fails only sometimes
     found, jobs = suggested_where([FAILED, Proof(True)], tmp_path, monkeypatch)
     said = "#     Editing line 15 of net.py alone was not enough: further batches: loss NaN\n"
     assert said in (content(found.record) or b"").decode()
@@ -294,17 +294,17 @@ def test_a_wider_patch_says_what_the_narrower_one_failed_in_and_repeats_what_the
 
 
 @pytest.mark.slow
-def test_what_the_narrowest_patch_failed_in_is_told_where_no_other_holds(
+def test_the_proof_of_the_narrowest_patch_is_reported_if_every_patch_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     also = Proof(False, (ProofStep("the failing step (0)", False, "loss inf"),))
     found, jobs = suggested_where([FAILED, also], tmp_path, monkeypatch)
     assert (found.edits, found.record.verification) == ((), FAILED)
-    assert len(jobs) == 2  # the third way makes the patch of the second, which was proven already
+    assert len(jobs) == 2  # the third way gives the patch of the second, which was already tested
 
 
 @pytest.mark.slow
-def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_narrowest_patch_has_no_notes_if_its_proof_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
     assert [(unit.title, unit.notes) for unit in handed_over(found).units] == [NARROW]
 
@@ -323,8 +323,8 @@ IN_TWO_FUNCTIONS = net(
 
 
 @pytest.mark.slow
-def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first edit hands on in FP32 cures the second line too."""
+def test_a_unit_that_is_not_needed_is_left_out_of_the_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FP32 result of the first edit fixes the second line too."""
     needless = ProofStep("without line 25 of net.py", False, "not needed: healthy; loss 1.0000, 1.0000 in FP32")
     outcomes = [Proof(False, (needless,)), Proof(True)]
     found, jobs = suggested_where(outcomes, tmp_path, monkeypatch, IN_TWO_FUNCTIONS)
@@ -334,7 +334,7 @@ def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_a_part_that_is_known_to_be_needed_is_the_last_to_be_left_out_again(
+def test_the_next_proof_leaves_out_a_unit_known_to_be_needed_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[list[str]] = []
@@ -368,7 +368,7 @@ IN_ONE_FUNCTION = net(
 
 
 @pytest.mark.parametrize("between", slow_but_for([""], ["    assert total.ndim == 2\n", ""]), ids=["apart", "together"])
-def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_a_needed_line_is_not(
+def test_a_needless_block_is_left_out_but_not_a_needless_line_next_to_a_needed_one(
     between: str, tmp_path: Path
 ) -> None:
     text = IN_ONE_FUNCTION.replace("    assert total.ndim == 2\n", between)
@@ -380,10 +380,10 @@ def test_a_block_that_the_rest_does_not_need_is_left_out_and_what_stands_beside_
 
 
 @pytest.mark.slow
-def test_a_line_that_nobody_has_shown_to_be_needed_and_that_cannot_be_edited_does_not_keep_the_others_from_it(
+def test_a_line_that_cannot_be_edited_blocks_the_patch_only_without_a_proof(
     tmp_path: Path,
 ) -> None:
-    """No pin reaches these lines, so that the search does not know which of them are needed: only a proof can say."""
+    """No pin reaches these lines, so the search does not know which of them are needed: only a proof can tell."""
     text = IN_TWO_FUNCTIONS.replace(").mean()", ").mean(); pass")
     config = written(tmp_path, {"net.py": text})
     found = suggest(config)
@@ -397,7 +397,7 @@ def test_a_line_that_nobody_has_shown_to_be_needed_and_that_cannot_be_edited_doe
 
 
 @pytest.mark.slow
-def test_positions_that_are_made_in_half_are_made_in_fp32_and_the_model_gets_no_helper(tmp_path: Path) -> None:
+def test_positions_in_half_are_created_in_fp32_and_the_model_gets_no_helper(tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == "positions_in_half")
     found = suggest(load_config(config_of(file, tmp_path)))
     assert proven(found)
@@ -409,7 +409,7 @@ def test_positions_that_are_made_in_half_are_made_in_fp32_and_the_model_gets_no_
 
 
 @pytest.mark.slow
-def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
+def test_each_refused_edit_is_reported_once_with_its_file_and_line(tmp_path: Path) -> None:
     text = NET.replace("torch.eye", "F.torch.eye").replace(
         "def forward(self, x):", "def forward(self, x, torch=None, _keep_in_fp32=None):"
     )

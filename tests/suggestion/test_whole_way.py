@@ -147,7 +147,7 @@ def suggested(folder: Path, config: str, *options: str) -> tuple[Result, Record]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATCHES)
-def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
+def test_the_patch_of_an_example_fixes_its_run_and_trains_without_ampdbg(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     folder = repository(tmp_path, name)
     result, record = suggested(folder, f"{name}.yaml")
@@ -168,7 +168,7 @@ def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
     assert git(folder, "status", "--porcelain", "--untracked-files=no") == ""
 
 
-def test_an_example_is_cured_without_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_is_fixed_by_a_patch_proven_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
     folder = repository(tmp_path, "house_prices")
     config = folder / "house_prices.yaml"
@@ -186,7 +186,7 @@ def test_an_example_is_cured_without_a_process_of_its_own(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear_attention", "camera"])
-def test_200_steps_with_the_patch_stay_within_the_noise_of_fp32(name: str, tmp_path: Path) -> None:
+def test_the_patch_of_an_example_is_proven_over_200_steps(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     _, record = suggested(repository(tmp_path, name), f"{name}.yaml", "--steps", "200")
     assert record.verification is not None
@@ -195,7 +195,7 @@ def test_200_steps_with_the_patch_stay_within_the_noise_of_fp32(name: str, tmp_p
 
 
 @pytest.mark.slow
-def test_a_library_module_is_kept_by_name_in_the_users_script(tmp_path: Path) -> None:
+def test_a_library_module_is_pinned_by_name_in_the_users_script(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     # The CPU build of torch does not fit the torchvision of the package index, which a text model does not need.
     before = "import sys; sys.modules.setdefault('torchvision', None)\n"
@@ -221,7 +221,7 @@ UNCURED = ("true_nan_forward", "batch_with_nan", "divergence", "batch_out_of_ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNCURED)
-def test_where_no_pin_helps_there_is_no_patch(name: str, tmp_path: Path) -> None:
+def test_a_case_that_no_pin_fixes_gets_a_remedy_and_no_patch(name: str, tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == name)
     result, record = suggested(tmp_path, str(config_of(file, tmp_path)))
     assert (result.code, result.stdout) == (1, "")

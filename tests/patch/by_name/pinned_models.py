@@ -1,4 +1,4 @@
-"""Models with the helper applied as a user would have it: the text in a file, imported under a name."""
+"""Models with the helper applied as a user would: its text is in a file, which is imported by name."""
 
 import importlib.util
 import itertools
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
+import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision if it is installed
 from ampdbg.patch.by_name import module_text
 from ampdbg.precision.emulation import cuda_on_cpu
 
@@ -21,14 +21,14 @@ _numbers = itertools.count()
 
 
 class Pair(NamedTuple):
-    """A container as models pass them."""
+    """A container that models pass as an argument."""
 
     a: torch.Tensor
     b: int
 
 
 class Scores(nn.Module):
-    """Own lines between two layers, one of which lies deeper; takes tensors in every place that they can have."""
+    """Own lines between two layers, one of them nested; accepts tensors in every place that can hold them."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Scores(nn.Module):
 
 
 class Model(nn.Module):
-    """A layer under autocast, the scores of its half output, and a layer behind them."""
+    """A layer under autocast, the scores of its half output, and a layer after them."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def pin_function(folder: Path, names: Sequence[str], **options: Any) -> Any:
-    """The ``pin_fp32`` of a file that holds the module form, importable again by its name as pickle needs."""
+    """The ``pin_fp32`` of a file in the module form, which pickle can import by name."""
     name = f"ampdbg_pins_{next(_numbers)}"
     path = folder / f"{name}.py"
     path.write_text(module_text(names, **options), encoding="utf-8")
@@ -83,7 +83,7 @@ def pinned(model: AnyModel, names: Sequence[str], folder: Path) -> AnyModel:
 
 
 def dtypes_of_outputs(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, torch.dtype]:
-    """The dtype of what each module returns, by its name."""
+    """The dtype of each module's output, by module name."""
     seen: dict[str, torch.dtype] = {}
 
     def note(name: str, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the helper does when it runs: the pinned op in FP32, and everything else about the model as it was."""
+"""The helper at run time: the pinned op runs in FP32, and the rest of the model is unchanged."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def names(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return request.param
 
 
-def test_it_does_what_the_pins_of_the_experiment_did(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_helper_gives_the_outputs_dtypes_and_gradients_of_pin_fp32(names: tuple[str, ...], tmp_path: Path) -> None:
     tried, plain = model(), model()
     kept = pinned(model(), names, tmp_path)
     with autocast_as_on_cuda(), pin_fp32(tried, names):
@@ -62,7 +62,7 @@ def test_it_does_what_the_pins_of_the_experiment_did(names: tuple[str, ...], tmp
         assert torch.equal(one.grad, two.grad), name
 
 
-def test_the_pinned_layer_runs_in_float32_and_its_output_stays_so(tmp_path: Path) -> None:
+def test_a_pinned_layer_returns_float32_and_the_other_layers_return_half(tmp_path: Path) -> None:
     with autocast_as_on_cuda():
         assert dtypes_of_outputs(model(), batch())["first"] is HALF
         seen = dtypes_of_outputs(pinned(model(), ["first"], tmp_path), batch())
@@ -81,10 +81,10 @@ def test_own_lines_run_in_float32_and_the_layers_they_call_in_half(tmp_path: Pat
     assert seen["attn"] is WIDE
     assert in_half.dtype is HALF
     with autocast_as_on_cuda():
-        assert torch.equal(kept.attn.query(inner[0]), in_half)  # outside of the lines it is as it was
+        assert torch.equal(kept.attn.query(inner[0]), in_half)  # outside the pinned lines it is unchanged
 
 
-def test_an_overflow_in_the_pinned_op_is_gone(tmp_path: Path) -> None:
+def test_pinning_a_layer_that_overflows_makes_its_output_finite(tmp_path: Path) -> None:
     def big() -> Model:
         changed = Model()
         with torch.no_grad():
@@ -96,7 +96,7 @@ def test_an_overflow_in_the_pinned_op_is_gone(tmp_path: Path) -> None:
         assert torch.isfinite(pinned(big(), ["first"], tmp_path).first(torch.ones(1, 4))).all()
 
 
-def test_the_state_dict_is_as_it_was(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_helper_leaves_state_dict_keys_and_module_names_unchanged(names: tuple[str, ...], tmp_path: Path) -> None:
     kept, plain = pinned(model(), names, tmp_path), model()
     assert list(kept.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in kept.named_modules()] == [name for name, _ in plain.named_modules()]
@@ -115,7 +115,7 @@ def through_torch(kept: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch])
-def test_a_copy_is_pinned_by_itself(
+def test_a_copy_of_a_pinned_model_is_independent_of_the_original(
     copied: Callable[[nn.Module], nn.Module], names: tuple[str, ...], tmp_path: Path
 ) -> None:
     kept = pinned(model(), names, tmp_path)
@@ -124,12 +124,12 @@ def test_a_copy_is_pinned_by_itself(
         made = copied(kept)
         with torch.no_grad():
             for parameter in kept.parameters():
-                parameter.fill_(9.0)  # the copy must not look at the original
+                parameter.fill_(9.0)  # the copy must not read the original
         assert torch.equal(made(batch()), expected)
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["own lines within own lines"], SETS))
-def test_compiled_whole_it_is_the_same(kind: str, tmp_path: Path) -> None:
+def test_a_pinned_model_compiles_without_graph_breaks_to_the_same_output(kind: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     kept = pinned(model(), SETS[kind], tmp_path)
     compiled = torch.compile(kept, fullgraph=True, backend="aot_eager")
@@ -140,21 +140,21 @@ def test_compiled_whole_it_is_the_same(kind: str, tmp_path: Path) -> None:
     assert kept.get_parameter("first.weight").grad is not None
 
 
-def test_without_autocast_it_changes_nothing(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_helper_changes_no_output_without_autocast(names: tuple[str, ...], tmp_path: Path) -> None:
     kept, plain = pinned(model(), names, tmp_path).eval(), model().eval()
     assert torch.equal(kept(batch()), plain(batch()))
     for dtype in (torch.bfloat16, torch.float64):
         assert torch.equal(kept.to(dtype)(batch().to(dtype)), plain.to(dtype)(batch().to(dtype)))
 
 
-def test_a_second_call_changes_nothing(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_second_call_of_the_helper_changes_nothing(names: tuple[str, ...], tmp_path: Path) -> None:
     once = pinned(model(), names, tmp_path)
     twice = pinned(pinned(model(), names, tmp_path), names, tmp_path)
     with autocast_as_on_cuda():
         assert torch.equal(once(batch()), twice(batch()))
 
 
-def test_an_error_inside_leaves_autocast_as_it_was(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_error_in_a_pinned_model_leaves_autocast_enabled(names: tuple[str, ...], tmp_path: Path) -> None:
     kept = pinned(model(), names, tmp_path)
     with autocast_as_on_cuda():
         expected = kept(batch())
@@ -164,7 +164,7 @@ def test_an_error_inside_leaves_autocast_as_it_was(names: tuple[str, ...], tmp_p
         assert torch.equal(kept(batch()), expected)
 
 
-def test_a_device_without_autocast_is_none_the_worse(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_pinned_model_runs_on_a_device_without_autocast(names: tuple[str, ...], tmp_path: Path) -> None:
     kept = pinned(model().to("meta"), names, tmp_path)
     assert kept(batch().to("meta")).shape == (4, 2)
 
@@ -173,7 +173,7 @@ def test_a_device_without_autocast_is_none_the_worse(names: tuple[str, ...], tmp
 
 
 class Telling(nn.Linear):
-    """Keeps the dtype of what it computes, before it is cast up for the lines that call it."""
+    """Records the dtype of its result before a cast to FP32 for the lines that call it."""
 
     result: torch.dtype
 
@@ -183,7 +183,7 @@ class Telling(nn.Linear):
         return output
 
 
-def test_modules_that_come_later_run_in_half_as_well(tmp_path: Path) -> None:
+def test_modules_that_are_replaced_after_pinning_own_lines_run_in_half(tmp_path: Path) -> None:
     kept = pinned(model(), ["attn:own"], tmp_path)
     for _ in range(2):  # before the first call, and after it
         query, key = Telling(4, 4), Telling(4, 4)
@@ -193,7 +193,7 @@ def test_modules_that_come_later_run_in_half_as_well(tmp_path: Path) -> None:
         assert (query.result, key.result) == (HALF, HALF)
 
 
-def test_another_thread_has_its_own_autocast(tmp_path: Path) -> None:
+def test_pinned_lines_do_not_affect_the_autocast_state_of_another_thread(tmp_path: Path) -> None:
     kept = pinned(model(), ["attn:own"], tmp_path)
     elsewhere: list[torch.Tensor] = []
     expected = kept(batch())
@@ -205,7 +205,7 @@ def test_another_thread_has_its_own_autocast(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             elsewhere.append(pool.submit(kept, batch()).result())
 
-    # While this thread is on the pinned lines, which have left autocast.
+    # While this thread runs the pinned lines, which have left autocast.
     handle = kept.attn.query.register_forward_pre_hook(run_elsewhere)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         together = kept(batch())
@@ -214,13 +214,13 @@ def test_another_thread_has_its_own_autocast(tmp_path: Path) -> None:
 
 
 class Checkpointed(Scores):
-    """Calls its layer through a checkpoint, which runs it again in the backward pass."""
+    """Calls its layer through a checkpoint, which recomputes it in the backward pass."""
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
         return {"scores": checkpoint(self.query, x, use_reentrant=False)}
 
 
-def test_a_layer_that_is_checkpointed_is_run_again_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpointed_layer_in_pinned_own_lines_is_recomputed_without_error(tmp_path: Path) -> None:
     kept = Model()
     kept.attn = Checkpointed()
     pinned(kept, ["attn:own"], tmp_path)
@@ -237,7 +237,7 @@ class LeavesAutocast(nn.Sequential):
             return super().forward(x.float())
 
 
-def test_an_inner_module_that_leaves_autocast_itself_is_let_alone(tmp_path: Path) -> None:
+def test_an_inner_module_that_disables_autocast_itself_stays_in_float32(tmp_path: Path) -> None:
     kept = Model()
     left, called = Telling(4, 4), Telling(4, 4)
     kept.attn.query, kept.attn.keys = called, nn.ModuleList([LeavesAutocast(left)])
@@ -247,13 +247,13 @@ def test_an_inner_module_that_leaves_autocast_itself_is_let_alone(tmp_path: Path
     assert (left.result, called.result) == (WIDE, HALF)
 
 
-# Models of transformers
+# Models of the transformers library
 
 
 IDS = torch.arange(6).reshape(2, 3)
 
 
-def test_a_layer_of_t5(tmp_path: Path) -> None:
+def test_pinned_layers_of_t5_run_in_float32_and_its_lm_head_in_half(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=32, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
@@ -273,7 +273,7 @@ def test_a_layer_of_t5(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer.h.1.attn", "transformer.h.1.attn:own", "transformer.h.1.attn.c_proj"])
-def test_the_attention_of_gpt2_is_pinned_and_generation_is_as_it_was(name: str, tmp_path: Path) -> None:
+def test_pinned_attention_of_gpt2_gives_the_logits_and_tokens_of_pin_fp32(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     options = dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=2, n_head=2, **options)

@@ -1,4 +1,4 @@
-"""The helper where a script makes its model: `NAME.in.py` is run, and becomes `NAME.out.py`."""
+"""The helper at the line where a script creates its model: `NAME.in.py` is run, and becomes `NAME.out.py`."""
 
 import re
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Scope = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """The pins of a fixture's model, and how a test finds that in what the file has defined."""
+    """The pins of a fixture's model, and how to find the model in the scope of the file."""
 
     pins: tuple[str, ...] = ("0",)
     find: Callable[[Scope], nn.Module] = lambda scope: scope["model"]
@@ -47,7 +47,7 @@ class Wrapper(nn.Module):
 
 
 def run(path: Path, text: bytes) -> tuple[Scope, Constructions]:
-    """What a script of this text at a path defines, and what was noted while it ran."""
+    """Runs a script with this text at a path; returns its scope and the recorded makings."""
     scope: Scope = {"__name__": "__main__"}
     with Constructions() as makings:
         exec(compile(text, path, "exec"), scope)
@@ -72,7 +72,7 @@ def test_every_fixture_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_call_stands_where_a_person_would_have_put_it(name: str, golden: Golden) -> None:
+def test_an_edited_script_equals_its_golden_file(name: str, golden: Golden) -> None:
     _, making = made(name)
     path = FIXTURES / f"{name}.in.py"
     assert making.file == str(path)
@@ -82,14 +82,14 @@ def test_the_call_stands_where_a_person_would_have_put_it(name: str, golden: Gol
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_edited_script_makes_the_same_model_with_its_pins(name: str) -> None:
+def test_the_edited_script_creates_the_same_model_with_the_pinned_modules(name: str) -> None:
     (before, _), (after, _) = made(name), made(name, "out")
     assert list(after.state_dict()) == list(before.state_dict())
     pinned = {name for name, module in after.named_modules() if "forward" in vars(module)}
     assert pinned == set(CASES[name].pins)
 
 
-def test_of_two_models_of_a_line_the_one_with_the_pins_is_kept() -> None:
+def test_only_the_model_with_pins_gets_the_call_if_one_line_creates_two_models() -> None:
     text = "from torch import nn\nactor, critic = nn.Sequential(nn.Linear(4, 1)), nn.Linear(4, 1)\n"
     result = edited(text.encode(), Construction("train.py", 2, path="critic"), "0")
     assert result.source.decode().splitlines()[-2:] == [text.splitlines()[-1], "_keep_in_fp32(critic)"]
@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_where_there_is_no_plain_place_it_says_why(name: str, tmp_path: Path) -> None:
+def test_a_creation_line_that_cannot_take_the_call_is_refused_with_a_reason(name: str, tmp_path: Path) -> None:
     body, reason = REFUSED[name]
     path = tmp_path / "train.py"
     path.write_text("from torch import nn\n" + body.format("nn.Sequential(nn.Linear(4, 1))") + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The helper in a user's file: `NAME.in.py` becomes `NAME.out.py`, which makes the same model, with its pins."""
+"""The helper in a user's file: `NAME.in.py` becomes `NAME.out.py`, which creates the same model, with its pins."""
 
 import json
 import re
@@ -22,7 +22,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "by_name"
 
 @dataclass(frozen=True)
 class Case:
-    """What to edit in a fixture: what a config would name as the model or its maker, and its pins."""
+    """A fixture's target, which a config would name as the model or its maker, and its pins."""
 
     target: str
     pins: tuple[str, ...]
@@ -39,13 +39,13 @@ CASES = {
 
 
 WHOLE = {"function", "class_with_init", "tabs_and_own_lines"}
-"""What they become holds the helper; in the others it is folded into a line."""
+"""Fixtures whose golden file holds the helper; in the others one line replaces the helper."""
 
 FOLD = "# The helper keeps {} in FP32.\n"
 
 
 def helper_of(pins: Sequence[str]) -> str:
-    """The helper for layers of these names, as ``function`` has it for one and ``class_with_init`` for several."""
+    """The helper for these layers, taken from ``function`` for one and from ``class_with_init`` for several."""
     shown, names = ("function", '"0"') if len(pins) == 1 else ("class_with_init", '["first", "layer0", "layer1"]')
     text = (FIXTURES / f"{shown}.out.py").read_text(encoding="utf-8")
     end = "    return model\n"
@@ -54,13 +54,13 @@ def helper_of(pins: Sequence[str]) -> str:
 
 
 def folded(text: str, pins: Sequence[str]) -> str:
-    """The text with a line in the place of its helper."""
+    """The text with its helper replaced by one line."""
     assert text.count(helper_of(pins)) == 1
     return text.replace(helper_of(pins), FOLD.format(", ".join(pins)))
 
 
 def expanded(text: str) -> str:
-    """The text with its helper in the place of that line."""
+    """The text with that line replaced by the helper."""
     return re.sub(FOLD.format("(.*)"), lambda line: helper_of(line[1].split(", ")), text)
 
 
@@ -69,7 +69,7 @@ def source(name: str, end: str = "in") -> bytes:
 
 
 def made(case: Case, path: Path) -> tuple[nn.Module, Construction]:
-    """The model that a file makes, and where it does."""
+    """The model that a file creates, and the place of its creation."""
     scope: dict[str, Any] = {"__name__": "fixture"}
     with Constructions() as makings:
         exec(compile(path.read_bytes(), path, "exec"), scope)
@@ -82,7 +82,7 @@ def made(case: Case, path: Path) -> tuple[nn.Module, Construction]:
 
 
 def edited(name: str, folder: Path, text: bytes | None = None) -> Edited:
-    """The edit of a file that holds the text, or that of the fixture."""
+    """The edit of a file with this text, by default that of the fixture."""
     path = folder / "net.py"
     path.write_bytes(source(name) if text is None else text)
     return edit_maker(path.read_bytes(), made(CASES[name], path)[1], CASES[name].pins)
@@ -93,7 +93,7 @@ def test_every_fixture_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden, tmp_path: Path) -> None:
+def test_an_edited_fixture_equals_its_golden_file(name: str, golden: Golden, tmp_path: Path) -> None:
     result = edited(name, tmp_path)
     assert result.refused == ()
     assert result.source != source(name)
@@ -102,7 +102,7 @@ def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_edited_file_makes_the_same_model_with_its_pins(name: str, tmp_path: Path) -> None:
+def test_the_edited_file_creates_the_same_model_with_the_pinned_modules(name: str, tmp_path: Path) -> None:
     case, path = CASES[name], tmp_path / "net.py"
     models = []
     for end in ("in", "out"):
@@ -133,7 +133,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_is_not_edited_is_kept_byte_for_byte(name: str, tmp_path: Path) -> None:
+def test_lines_outside_the_edit_are_kept_byte_for_byte(name: str, tmp_path: Path) -> None:
     before = KEPT[name]
     after = edited("function", tmp_path, before).source
     end = b"\r\n" if name == "CRLF" else b"\n"
@@ -146,7 +146,7 @@ def test_what_is_not_edited_is_kept_byte_for_byte(name: str, tmp_path: Path) -> 
     assert after.endswith(b"\n") == before.endswith(b"\n")
 
 
-def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong(tmp_path: Path) -> None:
+def test_the_edited_file_trains_without_ampdbg_and_raises_for_a_wrong_module_name(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_bytes(source("function", "out"))
     model, _ = made(CASES["function"], path)
@@ -159,7 +159,7 @@ def test_the_edited_file_trains_without_ampdbg_and_fails_where_a_name_is_wrong(t
         made(CASES["function"], path)
 
 
-# What is left alone, with the reason
+# Refused edits and their reasons
 
 
 REFUSED = {
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_edited_is_left_alone_with_a_reason(name: str) -> None:
+def test_a_file_that_cannot_be_edited_is_unchanged_and_refused_with_a_reason(name: str) -> None:
     text, reason = REFUSED[name]
     result = edit_maker(text.encode(), Construction("net.py", 2), ["a"])
     assert result.source == text.encode()
@@ -186,7 +186,7 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(name: str) -> None:
     assert reason in refused.reason
 
 
-def test_a_bare_number_is_named_as_a_module() -> None:
+def test_in_words_names_numbered_modules_own_lines_and_the_root() -> None:
     names = ("2", "1.0", "2:own", "blocks.2", "", ":own")
     assert [in_words(name) for name in names] == [
         "module 2",

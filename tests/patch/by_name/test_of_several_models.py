@@ -1,4 +1,4 @@
-"""The file of pins of a script with several models: it takes those that have pins, as the script holds them."""
+"""The pin file of a script with several models: it takes the models with pins, as the script holds them."""
 
 import inspect
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_each_is_pinned_by_the_names_that_it_has_itself(wrapping: str, tmp_path: Path) -> None:
+def test_each_model_is_pinned_by_its_own_module_names(wrapping: str, tmp_path: Path) -> None:
     first, second, expected = model(), model(), model()
     names = ["net.first", "Model.attn:own", "net.attn.inner:own", "Model.attn.inner:own", "Model:own"]
     pin = pin_function(tmp_path, names, roots=ROOTS)
@@ -44,7 +44,7 @@ def test_each_is_pinned_by_the_names_that_it_has_itself(wrapping: str, tmp_path:
     given = WRAPPINGS[wrapping](first), WRAPPINGS[wrapping](second)
     assert pin(*given) == given
     for one in (first, second):
-        one.cpu()  # where there is a GPU, DataParallel has moved it there
+        one.cpu()  # on a machine with a GPU, DataParallel has moved it there
     pinned(expected, ["attn:own", "attn.inner:own", ":own"], tmp_path)
     batch = torch.randn(4, 4)
     with autocast_as_on_cuda():
@@ -53,14 +53,14 @@ def test_each_is_pinned_by_the_names_that_it_has_itself(wrapping: str, tmp_path:
         assert dtypes_of_outputs(second, batch) == dtypes_of_outputs(expected, batch)
 
 
-def test_one_is_returned_as_it_was_given_and_the_whole_of_it_can_be_pinned(tmp_path: Path) -> None:
+def test_a_wrapped_model_can_be_pinned_as_a_whole_and_is_returned_still_wrapped(tmp_path: Path) -> None:
     wrapped = nn.DataParallel(model())
     assert pin_function(tmp_path, ["net"], roots=ROOTS[:1])(net=wrapped) is wrapped
     with autocast_as_on_cuda():
         assert wrapped(torch.randn(4, 4)).dtype is torch.float32
 
 
-def test_a_part_of_the_model_by_a_wrappers_name_is_no_wrapped_model(tmp_path: Path) -> None:
+def test_a_submodule_named_module_is_not_mistaken_for_a_wrapped_model(tmp_path: Path) -> None:
     net = nn.Sequential()
     net.add_module("module", nn.Linear(4, 4))
     net.add_module("out", nn.Linear(4, 4))
@@ -83,7 +83,7 @@ The script has several models. Call it with these, wrapped in DataParallel or no
 '''
 
 
-def test_it_says_which_models_it_takes() -> None:
+def test_the_docstring_of_the_pin_file_lists_the_models_to_pass() -> None:
     text = module_text(["net.first", "Model.first"], roots=ROOTS)
     assert text.startswith(HEAD)
     assert "under autocast; returns the models." in text
