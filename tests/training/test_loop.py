@@ -500,7 +500,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize(
     "case", slow_but_for(["in FP32 too", "FP32 is not finite either", "nothing is run again"], OTHER)
 )
-def test_an_error_not_due_to_overflow_is_a_user_code_error_with_the_steps_before(tmp_path: Path, case: str) -> None:
+def test_an_error_not_traced_to_overflow_is_a_user_code_error_with_earlier_steps(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserCodeError) as raised:
         checked(tmp_path, *OTHER[case])
     record = raised.value.record
