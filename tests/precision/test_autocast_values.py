@@ -157,9 +157,7 @@ by_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @by_product
-def test_a_product_with_a_finite_result_overflows_if_an_intermediate_does(
-    product: Callable[..., Tensor],
-) -> None:
+def test_a_product_with_a_finite_result_overflows_if_an_intermediate_does(product: Callable[..., Tensor]) -> None:
     assert product(LARGE, LARGE, SMALL).isfinite().all()
     with torch.autocast("cuda"):
         assert product(LARGE, LARGE, SMALL).isinf().all()

@@ -154,9 +154,7 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS.keys())
-def test_every_spelling_of_the_cuda_scaler_is_enabled_and_skips_on_overflow(
-    make: Callable[[], torch.amp.GradScaler],
-) -> None:
+def test_every_cuda_scaler_is_enabled_and_skips_on_overflow(make: Callable[[], torch.amp.GradScaler]) -> None:
     scaler = make()
     assert scaler.is_enabled()
     weight = torch.ones(2, requires_grad=True)

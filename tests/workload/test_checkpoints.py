@@ -230,9 +230,7 @@ def test_fused_and_capturable_settings_are_not_loaded(tmp_path: Path) -> None:
     assert (group["fused"], group["capturable"], group["lr"]) == (None, False, 0.5)
 
 
-def test_empty_states_are_ignored_and_the_weights_may_be_loaded_alone(
-    tmp_path: Path,
-) -> None:
+def test_empty_states_are_ignored_and_the_weights_may_be_loaded_alone(tmp_path: Path) -> None:
     off = torch.amp.GradScaler("cpu", enabled=False).state_dict()
     workload = built(tmp_path, {"model": WEIGHTS, "optimizer": {"state": {}, "param_groups": []}, "scaler": off})
     assert (moments(workload), workload.scaler_state) == ([], None)

@@ -52,9 +52,7 @@ def test_a_file_that_is_both_target_and_sibling_is_one_module(tmp_path: Path) ->
     assert first_losses(workload)["loss"].ndim == 0
 
 
-def test_files_and_siblings_of_equal_names_in_two_folders_do_not_clash(
-    tmp_path: Path,
-) -> None:
+def test_files_and_siblings_of_equal_names_in_two_folders_do_not_clash(tmp_path: Path) -> None:
     for name, width in (("a", 4), ("b", 5)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "layers.py").write_text(f"WIDTH = {width}\n")
