@@ -111,7 +111,7 @@ def unrunnable() -> Iterator[str]:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("entry", RUNNABLE, ids=lambda entry: entry.op)
-def test_an_op_returns_the_dtype_of_cuda_and_its_gradients_those_of_its_inputs(entry: Entry) -> None:
+def test_an_op_returns_the_dtype_of_cuda_and_gradients_in_the_dtype_of_inputs(entry: Entry) -> None:
     calls = list(entry.spellings())
     assert calls, f"{entry.op} is found nowhere"
     with cuda_on_cpu():

@@ -62,7 +62,7 @@ def product_dtype(region: Any) -> torch.dtype:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_a_region_without_a_dtype_inherits_it_and_a_disabled_region_stays_disabled() -> None:
+def test_a_region_inherits_the_dtype_around_and_a_disabled_region_stays_disabled() -> None:
     for around in ("cuda", "cpu"):
         with torch.autocast(around, dtype=torch.bfloat16):
             assert product_dtype(torch.autocast("cuda")) is torch.bfloat16
@@ -75,7 +75,7 @@ def test_a_region_without_a_dtype_inherits_it_and_a_disabled_region_stays_disabl
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_the_dtype_outside_any_region_is_the_default_of_cuda_or_the_one_set() -> None:
+def test_the_autocast_dtype_outside_regions_is_the_cuda_default_or_the_set_dtype() -> None:
     def defaults() -> list[torch.dtype]:
         device_of_the_data = torch.zeros(1, device="cuda").device.type
         regions = [torch.autocast(device) for device in ("cuda", "cuda:0", device_of_the_data)]

@@ -194,9 +194,7 @@ def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: floa
 
 
 @pytest.mark.parametrize(("scale", "starts"), [("3e6", 1), ("300.0", 0)])
-def test_the_gradient_of_a_penalty_is_ranged_as_part_of_the_forward_pass(
-    scale: str, starts: int, tmp_path: Path
-) -> None:
+def test_the_range_site_of_a_penalty_gradient_is_in_the_forward_phase(scale: str, starts: int, tmp_path: Path) -> None:
     config_of(tmp_path, PENALTY.replace("SCALE", scale))
     record = ampdbg.ranges(tmp_path / "config.yaml")
     inner = [site for site in record.sites if site.source and "torch.autograd.grad(" in site.source.text]

@@ -452,7 +452,7 @@ def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: Any, tmp_pa
 
 
 @pytest.mark.parametrize("of", [{"loss": "Centred"}, {"step": "step"}], ids=str)
-def test_replays_change_no_run_whose_loss_or_step_function_holds_state(of: dict[str, str], tmp_path: Path) -> None:
+def test_replays_do_not_change_a_run_whose_loss_or_step_holds_state(of: dict[str, str], tmp_path: Path) -> None:
     _, without = trained(moving(tmp_path, "Net", of=of), 0)
     record, with_replays = trained(moving(tmp_path, "Net", of=of), 2)
     assert record.investigations

@@ -367,7 +367,7 @@ def test_an_object_shared_by_two_attributes_stays_shared() -> None:
         assert net.two["inner"] is net.one[0]
 
 
-def test_a_tensor_attribute_that_requires_grad_requires_it_in_a_replay() -> None:
+def test_a_replay_keeps_requires_grad_of_tensor_attributes() -> None:
     net: Any = torch.nn.Module()
     net.prompt = torch.zeros(2, requires_grad=True)
     saved = ModelState.now(net)
