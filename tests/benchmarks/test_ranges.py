@@ -1,4 +1,4 @@
-"""The benchmark of ranges runs, at a tiny size; how fast anything is, no test says."""
+"""The ranges benchmark runs at a tiny size. No test checks its times."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import ranges
 
 
 @pytest.mark.slow
-def test_every_measurement_but_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranges_benchmark_prints_every_measurement_except_memory(capsys: pytest.CaptureFixture[str]) -> None:
     ranges.main(["--tiny", "--rounds", "1", "--threads", "1"])
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 1 + 2 * (1 + len(ranges.KINDS))

@@ -1,4 +1,4 @@
-"""The benchmarks run, at a tiny size; how fast anything is, no test says."""
+"""The steps and bisect benchmarks run at a tiny size. No test checks their times."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from benchmarks import bisect, steps
 
 
 @pytest.mark.slow
-def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_benchmark_writes_every_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
     steps.main(["--tiny", "--rounds", "4", "--slow-rounds", "1", "--threads", "1", "--json", str(file)])
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -20,7 +20,7 @@ def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.Cap
     assert len(printed) == 1 + len(steps.COMPARISONS)
 
 
-def test_the_median_lies_in_its_interval_as_often_as_is_said() -> None:
+def test_the_interval_of_the_median_covers_the_median_in_about_95_percent() -> None:
     draw = random.Random(0)
     intervals = [steps.interval_of_median(sorted(draw.gauss(1.0, 0.1) for _ in range(61))) for _ in range(2000)]
     hits = sum(low <= 1.0 <= high for low, high in intervals)
@@ -33,7 +33,7 @@ def test_the_gpt_has_about_six_million_parameters() -> None:
     assert steps.gpt(tiny=False).parameters == pytest.approx(6e6, rel=0.1)
 
 
-def test_a_search_is_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bisect_benchmark_writes_and_prints_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bisect.json"
     arguments = ["--modules", "20", "--culprits", "2", "--strategy", "guided", "--threads", "1", "--json", str(file)]
     bisect.main(arguments)

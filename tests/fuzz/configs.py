@@ -1,4 +1,4 @@
-"""Configs that are broken: valid ones with values, keys or characters changed."""
+"""Broken configs: valid ones with changed values, keys or characters."""
 
 import copy
 import json
@@ -122,7 +122,7 @@ Path = tuple[Any, ...]
 
 
 def paths(value: object, path: Path = ()) -> Iterator[Path]:
-    """The path of everything in plain data."""
+    """The paths of all values in plain data."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield (*path, key)
@@ -130,7 +130,7 @@ def paths(value: object, path: Path = ()) -> Iterator[Path]:
 
 
 def changed(draw: st.DrawFn, data: Any, values: st.SearchStrategy[Any]) -> None:
-    """Puts another value, another key or nothing in one place of plain data."""
+    """Changes, renames, deletes or adds one item of plain data."""
     places = list(paths(data))
     if not places:
         return
@@ -150,7 +150,7 @@ def changed(draw: st.DrawFn, data: Any, values: st.SearchStrategy[Any]) -> None:
 
 
 def edited(draw: st.DrawFn, text: str) -> str:
-    """Text with a piece cut out, doubled, moved or put in."""
+    """Text with one piece removed, doubled or inserted."""
     start = draw(st.integers(0, len(text)))
     end = min(len(text), start + draw(st.integers(0, 12)))
     piece = draw(st.sampled_from(["", text[start:end] * 2]) | PIECES | st.text(max_size=3))
@@ -181,6 +181,6 @@ settings_given = st.lists(
             ["train.steps", "train", "model.args.gain", "precision.pins", "x.y", "", ".", "loss", "a.b.c.d"]
         ),
         PIECES | st.sampled_from(["1", "{}", "[]", "null", "x: 1", "{a: 1, a: 2}"]),
-    ).filter(lambda text: "\x00" not in text),  # no command line can hold it
+    ).filter(lambda text: "\x00" not in text),  # a command line cannot hold a NUL
     max_size=2,
 )

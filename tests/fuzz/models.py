@@ -1,4 +1,4 @@
-"""Random models of blocks that people write, with random gains and eps, and what a plain FP32 loop makes of them."""
+"""Random models of common blocks, with random gains and eps, and the FP32 loop that their scans are checked against."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WIDTH, LENGTH, CLASSES = 32, 12, 4
 STEPS, RATE = 12, 5e-4
 
 NEAR = 0.02
-"""Gradients that are this near are FP32's, as a share of their norm."""
+"""The largest difference from FP32's gradients, as a share of their norm, that counts as equal."""
 
 Form = Callable[["Block", torch.Tensor], torch.Tensor]
 
 
 class Block(nn.Module):
-    """One block: ``form`` is what it computes of its input, of shape (batch, LENGTH, WIDTH)."""
+    """One block: ``form`` names its function of an input of shape (batch, LENGTH, WIDTH)."""
 
     def __init__(self, form: str, gain: float, eps: float) -> None:
         super().__init__()
@@ -140,10 +140,10 @@ train: {{steps: {STEPS}}}
 
 @dataclass(frozen=True)
 class Plain:
-    """A loop without autocast: its losses, and whether all gradients of each step were finite.
+    """A loop without autocast: its losses, and whether all gradients of each step are finite.
 
-    ``is_held`` says that half precision holds each of its steps: at some loss scale, on the same weights, emulated
-    autocast has FP32's loss and gradients, and no parameter's is lost as a whole, however small it is beside others.
+    ``is_held``: half precision holds each step. At some loss scale, on the same weights, emulated autocast has FP32's
+    loss and gradients, and no parameter loses its whole gradient, however small.
     """
 
     losses: list[float]
@@ -152,8 +152,8 @@ class Plain:
 
     @staticmethod
     def of(seed: int, withheld: Collection[int] = ()) -> Plain:
-        """The loop of a model, in FP32. It takes no step that a scan of it has ``withheld``: the weights behind that
-        would be others, and with them what half precision holds."""
+        """The FP32 loop of a model. It skips the steps that a scan ``withheld``, so that its weights match the scan's,
+        and with them what half precision holds."""
         model, data = Net(seed), batches(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         losses, are_finite, is_held = [], [], True
@@ -170,12 +170,12 @@ class Plain:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing in it is inf or NaN."""
+        """Whether all losses and gradients are finite."""
         return all(self.are_finite) and all(map(math.isfinite, self.losses))
 
 
 def _step(model: nn.Module, x: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> tuple[float, torch.Tensor]:
-    """The loss, and all gradients of one step as one tensor, which is also left in the weights' ``grad``."""
+    """The loss, and all gradients of one step as one tensor. The weights keep theirs in ``grad``, times the scale."""
     model.zero_grad()
     value = loss(model(x), target)
     (value * scale).backward()
@@ -184,7 +184,7 @@ def _step(model: nn.Module, x: torch.Tensor, target: torch.Tensor, scale: float 
 
 
 def _learning(model: nn.Module) -> set[str]:
-    """The parameters that have a gradient other than zero."""
+    """The parameters with a nonzero gradient."""
     return {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
 
 
@@ -214,7 +214,7 @@ def scanned(folder: Path, seed: int) -> Record:
 
 
 def faults(record: Record, plain: Plain) -> list[str]:
-    """What the record says that the FP32 loop disproves."""
+    """The statements of the record that the FP32 loop disproves."""
     found = [finding.code for finding in record.findings if finding.severity == "error"]
     wrong: list[str] = []
     if plain.is_sound and record.verdict == "other":

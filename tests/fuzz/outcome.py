@@ -1,4 +1,4 @@
-"""How an attack may end: a result with its record, one message, or an interrupt; whatever else is a fault of ampdbg."""
+"""How an attack may end: a result with its record, one message, or an interrupt. Anything else is a fault of ampdbg."""
 
 import re
 import time
@@ -19,10 +19,10 @@ from tests.commands.program import Result
 PACKAGE = str(Path(ampdbg.__file__).parent)
 
 HANG = 30.0
-"""Seconds that an attack may take."""
+"""The most seconds that an attack may take."""
 
 LONGEST = 10_000
-"""Characters of a message."""
+"""The most characters of a message."""
 
 
 IN_SUITE = 100
@@ -32,7 +32,7 @@ CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck
 
 
 def rounds(every: int, quick: int = IN_SUITE) -> settings:
-    """One example for so many of the budget: 100 in the suite, and ``quick`` at most; 120,000 for ``make fuzz``."""
+    """One example per ``every`` of the budget: 100 in the suite (at most ``quick``), 120,000 in ``make fuzz``."""
     budget = settings().max_examples
     examples = max(1, budget // every)
     return settings(max_examples=min(examples, quick) if budget == IN_SUITE else examples, suppress_health_check=CHECKS)
@@ -40,7 +40,7 @@ def rounds(every: int, quick: int = IN_SUITE) -> settings:
 
 @dataclass
 class Attack:
-    """One run of the program in ``folder``, which holds only what it was given; ``result`` is how it ended."""
+    """One run of the program in ``folder``, which holds only the ``given`` files, and its ``result``."""
 
     folder: Path
     given: set[str] = field(default_factory=set)
@@ -49,10 +49,10 @@ class Attack:
 
     @property
     def records(self) -> dict[str, Record]:
-        """The records that it has left, by name.
+        """The records that the run left, by name.
 
         Raises:
-            RecordError: one cannot be read.
+            RecordError: A record cannot be read.
         """
         paths = (path for path in sorted((self.folder / FOLDER).glob("*.json")) if ".patch" not in path.name)
         return {path.name: read_record(path) for path in paths}
@@ -60,10 +60,10 @@ class Attack:
 
 @contextmanager
 def attack(folder: Path) -> Iterator[Attack]:
-    """Yields what takes the result; afterwards nothing may be wrong with it, and the folder is as before.
+    """Yields an attack that takes the result, then checks it and restores the folder.
 
     Raises:
-        AssertionError: there are faults; the message lists them, and what was written.
+        AssertionError: There are faults. The message lists them, and the output of the program.
     """
     under_way = Attack(folder, _names(folder), time.monotonic())
     yield under_way
@@ -101,7 +101,7 @@ def faults_of_text(result: Result) -> Iterator[str]:
     errors = re.findall(r"^error: .*(?:\n(?!error: ).*)*", result.stderr, flags=re.MULTILINE)
     if result.code == 2 and (len(errors) != 1 or len(errors[0]) > LONGEST):
         yield f"{len(errors)} messages, of {sum(map(len, errors))} characters"
-    # The result of suggest-fp32 is a patch, where there is one.
+    # The result of suggest-fp32 is a patch, if any.
     has_result = bool(result.stdout) or "suggest-fp32" in result.stderr
     if (result.code == 2 and result.stdout) or (result.code < 2 and not has_result):
         yield f"the exit code {result.code} and {len(result.stdout)} characters of result"

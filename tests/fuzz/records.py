@@ -1,4 +1,4 @@
-"""Records that are damaged: real ones with values, keys or characters changed."""
+"""Damaged records: real ones with changed values, keys or characters."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ def kept() -> tuple[Any, ...]:
 
 @functools.cache
 def whole(folder: Path) -> tuple[Any, ...]:
-    """Those, and records of the workload in the working folder, which can be run again."""
+    """The kept records, and records of the workload in the working folder, which can be rerun."""
     (folder / "c.yaml").write_text(json.dumps(VALID[1]), encoding="utf-8")
     own = [getattr(ampdbg, verb)(folder / "c.yaml") for verb in ("scan", "ranges", "bisect")]
     return (*(json.loads(to_json(record)) for record in (*own, *own)), *kept())

@@ -1,4 +1,4 @@
-"""Runs that are interrupted or killed at any moment."""
+"""Runs that a signal interrupts or kills at any moment."""
 
 import contextlib
 import os
@@ -50,11 +50,11 @@ MOMENTS = st.floats(0, 0.1) | st.floats(0, 2) | st.floats(1, 6) | st.floats(3, 1
 NUMBERS = st.sampled_from([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 
 ENDING = 10.0
-"""Seconds in which whatever a program has started must have ended with it."""
+"""Seconds in which all processes that a program started must end after it."""
 
 
 def faults(folder: Path, run: tuple[str, int, str], moment: float, number: signal.Signals) -> list[str]:
-    """What is wrong with a run that gets a signal in an empty folder."""
+    """The faults of a run that gets a signal in an empty folder."""
     verb, steps, gain = run
     work, temporary = folder / "work", folder / "tmp"
     for name in (work, temporary):
@@ -64,13 +64,13 @@ def faults(folder: Path, run: tuple[str, int, str], moment: float, number: signa
     attack = Attack(work, {"w.py", "c.yaml"})
     result = _interrupted(work, temporary, verb, moment, number)
     if result.stderr.endswith("KeyboardInterrupt\n") and PACKAGE not in result.stderr:
-        return []  # Python itself was still starting, and says so in its own way
+        return []  # Python itself was still starting
     found = [fault for fault in faults_of_text(result) if result.code >= 0 or fault == "frames of ampdbg"]
-    # Where an interrupt falls into an exec, as in an import of torch, Python ends by SIGINT: shells say 130.
+    # If an interrupt arrives in an exec, as in an import of torch, Python ends by SIGINT, which shells show as 130.
     if result.code not in (0, 1, 130, -signal.SIGINT, -number):
         found.append(f"the exit code {result.code}")
     found += [fault for fault in files_left(attack) if not (number == signal.SIGKILL and files.TEMPORARY in fault)]
-    # An interrupt may come behind the record, which it names then.
+    # An interrupt may arrive after the record was written. The message then names the record.
     if result.code != -number and not (result.code == 130 and "the findings so far: ampdbg report " in result.stderr):
         found += faults_of_records(result, attack.records)
     if result.code == 130 and verb == "scan" and "Interrupted after" in result.stdout and not attack.records:
@@ -109,7 +109,7 @@ def _interrupted(folder: Path, temporary: Path, verb: str, moment: float, number
 
 
 def _processes(mark: str) -> Iterator[str]:
-    """The command lines of the processes that have the mark in their environment."""
+    """The command lines of the processes with the mark in their environment."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (path / "environ").read_bytes().split(b"\0"):

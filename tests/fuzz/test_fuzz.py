@@ -1,7 +1,7 @@
-"""Whatever ampdbg is given, it ends with a result or one message, nothing is lost and nothing is left behind; and what
-it says of a random model holds beside a plain FP32 loop.
+"""On any input ampdbg ends with a result or one message, loses nothing and leaves no trace. The scan of a random model
+agrees with a plain FP32 loop.
 
-A small share of the attacks here; ``make fuzz`` makes all of them.
+The suite runs a small share of the attacks, ``make fuzz`` all of them.
 """
 
 import sys
@@ -21,7 +21,7 @@ Run = tuple[str, int, str]
 
 @given(configs.broken_configs(), configs.settings_given, st.sampled_from(["scan", "scan", "ranges", "bisect"]))
 @rounds(6)
-def test_a_config(here: Here, content: bytes, changes: list[str], verb: str) -> None:
+def test_a_broken_config_gives_a_result_or_one_error(here: Here, content: bytes, changes: list[str], verb: str) -> None:
     (here.folder / "w.py").write_text(configs.WORKLOAD, encoding="utf-8")
     (here.folder / "c.yaml").write_bytes(content)
     with attack(here.folder) as ended:
@@ -30,7 +30,7 @@ def test_a_config(here: Here, content: bytes, changes: list[str], verb: str) -> 
 
 @given(st.data())
 @rounds(24)
-def test_a_record(here: Here, data: st.DataObject) -> None:
+def test_a_damaged_record_gives_a_result_or_one_error(here: Here, data: st.DataObject) -> None:
     (here.folder / "w.py").write_text(configs.WORKLOAD, encoding="utf-8")
     (here.folder / "r.json").write_bytes(data.draw(records.damaged(records.whole(here.folder))))
     with attack(here.folder) as ended:
@@ -39,7 +39,9 @@ def test_a_record(here: Here, data: st.DataObject) -> None:
 
 @given(workloads.workloads, st.sampled_from(workloads.COMMANDS))
 @rounds(240)
-def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str, ...]) -> None:
+def test_a_raising_or_odd_workload_gives_a_result_or_one_error(
+    tmp_path: Path, files: dict[str, str], arguments: tuple[str, ...]
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     with attack(tmp_path) as ended:
@@ -47,10 +49,10 @@ def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str,
 
 
 @given(st.integers(0, 2**31))
-@example(65519)  # overflows at step 3 with the weights that it began with, which skipped steps have left
-@example(6298165)  # what overflows leaves 12 of its 16 parameters without a gradient, all of them small
+@example(65519)  # overflows at step 3 with its initial weights, as all earlier steps were skipped
+@example(6298165)  # its overflow leaves 12 of its 16 parameters, with small gradients, without any
 @rounds(12, quick=2)
-def test_a_model(tmp_path: Path, seed: int) -> None:
+def test_the_scan_of_a_random_model_agrees_with_a_plain_fp32_loop(tmp_path: Path, seed: int) -> None:
     record = models.scanned(tmp_path, seed)
     plain = models.Plain.of(seed, [step.step for step in record.steps if step.skipped])
     assert models.faults(record, plain) == [], (record.findings, plain)
@@ -59,5 +61,7 @@ def test_a_model(tmp_path: Path, seed: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for processes in /proc")
 @given(signals.RUNS, signals.MOMENTS, signals.NUMBERS)
 @rounds(400)
-def test_a_signal(tmp_path_factory: pytest.TempPathFactory, run: Run, moment: float, number: Signals) -> None:
+def test_a_run_that_gets_a_signal_loses_no_record_and_leaves_no_process(
+    tmp_path_factory: pytest.TempPathFactory, run: Run, moment: float, number: Signals
+) -> None:
     assert signals.faults(tmp_path_factory.mktemp("signal"), run, moment, number) == []

@@ -1,4 +1,4 @@
-"""Workloads that raise anything anywhere, or hold anything."""
+"""Workloads that raise any exception anywhere, or hold odd objects or any kind of tensor."""
 
 import sys
 
@@ -130,7 +130,7 @@ COMMANDS = (
 
 @st.composite
 def raising_workloads(draw: st.DrawFn) -> dict[str, str]:
-    """The files of a workload that raises, and in ``place`` where."""
+    """The files of a workload that raises at a place of ``raising.PLACES``."""
     place = draw(st.sampled_from(list(raising.PLACES)))
     late = 3 * (raising.PLACES[place] > 0) * draw(st.sampled_from([0, 1]))
     text = raising.WORKLOAD.replace("RAISING", draw(st.sampled_from(RAISING)))

@@ -28,7 +28,7 @@ UNRUNNABLE = {
 NOT_CALLED_BY_PYTORCH = {
     "einsum": "a third element that is true means 'skip' to PyTorch's test; here it is the operands, of wrong shapes",
 }
-"""Entries that PyTorch's test leaves out too; they have a test of their own below."""
+"""Entries that PyTorch's test leaves out too. They have their own test below."""
 
 NON_DIFFERENTIABLE = frozenset("eq ge gt le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__ equal".split())
 
@@ -59,7 +59,7 @@ class Entry:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def spellings(self) -> Iterator[Any]:
-        """What the op can be called as, with the arguments to give it: ``module.op`` and ``Tensor.op``."""
+        """The callables of the op: ``module.op`` and ``Tensor.op``."""
         for owner in (self.module, torch.Tensor):
             if owner is not None and hasattr(owner, self.op):
                 yield getattr(owner, self.op)
@@ -87,7 +87,7 @@ def cuda_autocast() -> torch.autocast:
 
 
 def differentiable(value: Any) -> Any:
-    """The same arguments, each floating-point tensor a leaf that requires a gradient."""
+    """The same arguments, with each floating-point tensor a leaf that requires grad."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_() if value.is_floating_point() else value
     return type(value)(differentiable(item) for item in value) if isinstance(value, (list, tuple)) else value
@@ -111,7 +111,7 @@ def unrunnable() -> Iterator[str]:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("entry", RUNNABLE, ids=lambda entry: entry.op)
-def test_the_op_gives_the_dtype_it_gives_on_cuda_and_its_gradients_those_of_its_inputs(entry: Entry) -> None:
+def test_an_op_returns_the_dtype_of_cuda_and_gradients_in_the_dtype_of_inputs(entry: Entry) -> None:
     calls = list(entry.spellings())
     assert calls, f"{entry.op} is found nowhere"
     with cuda_on_cpu():
@@ -138,13 +138,13 @@ def test_only_the_listed_ops_cannot_run_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("terms", ["ij,jk", "bkhd,bqhd", "ij,jk,kl", "ii"])
-def test_einsum_runs_in_half(terms: str) -> None:
+def test_einsum_runs_in_float16(terms: str) -> None:
     operands = [torch.randn([3] * len(term)) for term in terms.split(",")]
     with cuda_on_cpu(), cuda_autocast():
         assert torch.einsum(f"{terms}->", *operands).dtype is torch.float16
 
 
-def test_the_banned_ops_raise_cudas_message() -> None:
+def test_banned_ops_raise_the_message_of_cuda() -> None:
     for op, args, module in AutocastTestLists("cpu").banned:
         with cuda_on_cpu(), cuda_autocast(), pytest.raises(RuntimeError, match="unsafe to autocast"):
             getattr(module, op)(*args)
@@ -172,7 +172,7 @@ RESULTS: dict[str, tuple[Callable[[], torch.Tensor], torch.dtype]] = {
     "an explicit dtype of a softmax": (lambda: MATRIX.half().softmax(0, dtype=FLOAT64), FLOAT64),
     "a product where autocast is off": (lambda: off(lambda: MATRIX @ MATRIX), FLOAT32),
     "an exponential where autocast is off": (lambda: off(MATRIX.half().exp), HALF),
-    # An op that promotes takes any dtype once it has seen a float32; before that only what autocast lowers to.
+    # A promoting op accepts any dtype after a float32, and before it only the dtype that autocast lowers to.
     "three halves": (lambda: promoted(HALF, HALF, HALF), HALF),
     "a float32 among halves": (lambda: promoted(HALF, FLOAT32, HALF), FLOAT32),
     "bfloat16 behind a float32": (lambda: promoted(FLOAT32, BFLOAT16, FLOAT32), FLOAT32),
@@ -181,19 +181,19 @@ RESULTS: dict[str, tuple[Callable[[], torch.Tensor], torch.dtype]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_dtype_is_cudas_of(name: str) -> None:
+def test_the_emulation_returns_the_dtype_of_cuda_for(name: str) -> None:
     make, dtype = RESULTS[name]
     with cuda_on_cpu(), cuda_autocast():
         assert make().dtype is dtype
 
 
 @pytest.mark.parametrize("operands", [(BFLOAT16, FLOAT32, FLOAT32), (HALF, BFLOAT16, FLOAT32)])
-def test_bfloat16_before_a_float32_is_refused(operands: tuple[torch.dtype, ...]) -> None:
+def test_a_promoting_op_refuses_bfloat16_before_float32(operands: tuple[torch.dtype, ...]) -> None:
     with cuda_on_cpu(), cuda_autocast(), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
         promoted(*operands)
 
 
-def test_bfloat16_autocast_follows_the_same_lists() -> None:
+def test_bfloat16_autocast_follows_the_lists_of_float16() -> None:
     with cuda_on_cpu(), torch.autocast("cpu", dtype=BFLOAT16):
         product = MATRIX @ MATRIX
         assert product.dtype is BFLOAT16
@@ -208,7 +208,7 @@ has_header = pytest.mark.skipif(not HEADER.exists(), reason="this build of torch
 
 
 @has_header
-def test_the_installed_header_is_read() -> None:
+def test_the_autocast_lists_are_read_from_the_installed_header() -> None:
     lists = installed_lists(TORCH)
     assert lists is not BUILT_IN
     assert {"linear", "mm", "conv2d", "einsum"} <= lists["LOWER_PRECISION_FP"]
@@ -218,7 +218,7 @@ def test_the_installed_header_is_read() -> None:
     assert sum(map(len, lists.values())) == len(frozenset().union(*lists.values())), "an op stands in two lists"
 
 
-def test_every_op_that_is_listed_or_registered_by_hand_exists() -> None:
+def test_every_listed_or_hand_registered_op_exists() -> None:
     listed = frozenset().union(*installed_lists(TORCH).values())
     by_hand = [*FP32_APPEND_DTYPE, *FP32_APPEND_DTYPE.values(), *BANNED]
     assert [name for name in (*sorted(listed), *by_hand) if find_op(name) is None] == []
@@ -229,7 +229,7 @@ def test_every_op_that_is_listed_or_registered_by_hand_exists() -> None:
     tuple(int(part) for part in torch.__version__.split(".")[:2]) != TABLE_MADE_FROM,
     reason="the built-in table is that of torch 2.13",
 )
-def test_the_built_in_table_is_the_header_of_its_torch() -> None:
+def test_the_built_in_table_equals_the_header_of_its_torch() -> None:
     assert installed_lists(TORCH) == BUILT_IN
 
 
@@ -260,7 +260,7 @@ def test_an_entry_with_an_overload_is_named_with_a_dot() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "#pragma once\n", MINIATURE.replace("AT_FORALL_PROMOTE", "AT_FORALL_WIDEST")])
-def test_where_no_header_or_none_of_this_form_is_the_built_in_table_serves(text: str | None, tmp_path: Path) -> None:
+def test_the_built_in_table_is_used_without_a_readable_header(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         header = tmp_path / "include" / "ATen" / "autocast_mode.h"
         header.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""User code that says ``cuda`` runs on a CPU, and with all that PyTorch lets it do."""
+"""User code that says ``cuda`` runs on a CPU, with every feature of PyTorch."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ AUTOCASTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("autocast", AUTOCASTS.values(), ids=AUTOCASTS.keys())
-def test_every_way_to_say_autocast_casts(autocast: Callable[[], Any]) -> None:
+def test_every_spelling_of_cuda_autocast_casts_on_a_cpu(autocast: Callable[[], Any]) -> None:
     x = torch.randn(4, 4)
     assert not torch.is_autocast_enabled()
     with autocast():
@@ -62,7 +62,7 @@ def product_dtype(region: Any) -> torch.dtype:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_a_region_without_a_dtype_takes_that_of_the_region_around_and_a_disabled_one_stays_so() -> None:
+def test_a_region_inherits_the_dtype_around_and_a_disabled_region_stays_disabled() -> None:
     for around in ("cuda", "cpu"):
         with torch.autocast(around, dtype=torch.bfloat16):
             assert product_dtype(torch.autocast("cuda")) is torch.bfloat16
@@ -75,7 +75,7 @@ def test_a_region_without_a_dtype_takes_that_of_the_region_around_and_a_disabled
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
-def test_outside_of_any_region_the_dtype_is_cudas_default_or_what_was_set() -> None:
+def test_the_autocast_dtype_outside_regions_is_the_cuda_default_or_the_set_dtype() -> None:
     def defaults() -> list[torch.dtype]:
         device_of_the_data = torch.zeros(1, device="cuda").device.type
         regions = [torch.autocast(device) for device in ("cuda", "cuda:0", device_of_the_data)]
@@ -132,14 +132,14 @@ DEVICES: dict[str, Callable[[], Tensor | nn.Module]] = {
 
 
 @pytest.mark.parametrize("make", DEVICES.values(), ids=DEVICES.keys())
-def test_what_is_put_on_cuda_is_on_the_cpu(make: Callable[[], Tensor | nn.Module]) -> None:
+def test_tensors_and_modules_moved_to_cuda_are_on_the_cpu(make: Callable[[], Tensor | nn.Module]) -> None:
     made = make()
     tensors = [made] if isinstance(made, Tensor) else list(made.parameters())
     assert tensors
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
 
-def test_a_dtype_beside_the_device_is_kept() -> None:
+def test_a_dtype_given_with_the_device_is_applied() -> None:
     assert torch.ones(2).to("cuda", torch.float16).dtype is torch.float16
     assert nn.Linear(2, 2).to("cuda", torch.float16).weight.dtype is torch.float16
 
@@ -154,7 +154,7 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS.keys())
-def test_every_scaler_is_enabled_scales_and_skips(make: Callable[[], torch.amp.GradScaler]) -> None:
+def test_every_cuda_scaler_is_enabled_and_skips_on_overflow(make: Callable[[], torch.amp.GradScaler]) -> None:
     scaler = make()
     assert scaler.is_enabled()
     weight = torch.ones(2, requires_grad=True)
@@ -169,7 +169,7 @@ def test_every_scaler_is_enabled_scales_and_skips(make: Callable[[], torch.amp.G
 
 
 class Square(torch.autograd.Function):
-    """A user's own function that wants FP32, by the decorators' documented pair."""
+    """A user's autograd function that asks for FP32 with the documented pair of decorators."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
@@ -186,7 +186,7 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient
 
 
-def test_custom_fwd_and_custom_bwd_cast_and_switch_autocast_off() -> None:
+def test_custom_fwd_and_custom_bwd_cast_inputs_and_switch_autocast_off() -> None:
     x = torch.full((2,), 300.0).half().requires_grad_()
     with torch.autocast("cuda"):
         y = Square.apply(x)
@@ -198,7 +198,7 @@ def test_custom_fwd_and_custom_bwd_cast_and_switch_autocast_off() -> None:
 
 
 class MatMul(torch.autograd.Function):
-    """A user's own function that keeps the autocast state of its forward in its backward."""
+    """A user's autograd function whose backward keeps the autocast state of its forward."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
@@ -238,7 +238,7 @@ def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_inside_autocast_changes_nothing(reentrant: bool) -> None:
+def test_checkpointing_inside_autocast_does_not_change_gradients(reentrant: bool) -> None:
     model, x = mlp(), torch.randn(4, 8, requires_grad=True)
     plain, checkpointed = copy.deepcopy(model), copy.deepcopy(model)
     with torch.autocast("cuda"):
@@ -257,7 +257,7 @@ TWICE: dict[str, Callable[[], tuple[nn.Module, Tensor, float]]] = {
 
 
 @pytest.mark.parametrize("make", TWICE.values(), ids=TWICE.keys())
-def test_a_gradient_penalty_differentiates_twice(make: Callable[[], tuple[nn.Module, Tensor, float]]) -> None:
+def test_a_gradient_penalty_under_autocast_matches_float32(make: Callable[[], tuple[nn.Module, Tensor, float]]) -> None:
     model, x, power = make()
 
     def penalty() -> Tensor:
@@ -270,18 +270,18 @@ def test_a_gradient_penalty_differentiates_twice(make: Callable[[], tuple[nn.Mod
         torch.testing.assert_close(half, full, rtol=2e-2, atol=2e-2)
 
 
-def test_a_sparse_matrix_is_taken_and_refused_as_by_cuda() -> None:
+def test_sparse_products_run_or_are_refused_as_on_cuda() -> None:
     eye, x = torch.eye(4), torch.randn(4, 4)
     with torch.autocast("cuda"):
         for coo in (lambda m: torch.sparse.mm(m, x), lambda m: m @ x, lambda m: torch.addmm(x, m, x)):
             with pytest.raises(NotImplementedError, match="\"addmm_sparse_cuda\" not implemented for 'Half'"):
                 coo(eye.to_sparse())
             assert coo(eye.to_sparse_csr()).dtype is torch.float16
-        assert torch.sparse.mm(eye.to_sparse(), eye.to_sparse()).dtype is torch.float32  # which nothing lowers
+        assert torch.sparse.mm(eye.to_sparse(), eye.to_sparse()).dtype is torch.float32  # autocast does not lower it
     assert (eye.to_sparse() @ x).dtype is torch.float32
 
 
-def test_modules_made_inside_can_be_copied_and_pickled_and_used_outside() -> None:
+def test_modules_optimizers_and_scalers_can_be_saved_copied_and_pickled() -> None:
     model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.LSTM(4, 2)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler()
@@ -294,13 +294,13 @@ def test_modules_made_inside_can_be_copied_and_pickled_and_used_outside() -> Non
         assert torch.equal(duplicate(x)[0], model(x)[0])
 
 
-def test_worker_processes_of_a_data_loader_run() -> None:
+def test_a_data_loader_with_worker_processes_runs() -> None:
     dataset = TensorDataset(torch.arange(8.0).reshape(8, 1))
     batches = [batch.cuda() for (batch,) in DataLoader(dataset, batch_size=2, num_workers=2)]
     assert torch.equal(torch.cat(batches).flatten(), torch.arange(8.0))
 
 
-def test_gradients_of_each_sample_by_vmap_and_grad_are_those_of_autograd_one_by_one() -> None:
+def test_per_sample_gradients_by_vmap_match_autograd() -> None:
     w, xs = torch.randn(4, 5), torch.randn(6, 4)
 
     def loss(weight: Tensor, x: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def test_gradients_of_each_sample_by_vmap_and_grad_are_those_of_autograd_one_by_
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
-def test_jvp_and_hessian_work_though_torch_scripts_what_they_need_at_their_first_use() -> None:
+def test_jvp_and_hessian_work_despite_their_scripting_at_first_use() -> None:
     x = torch.randn(3)
     assert torch.equal(torch.func.jvp(torch.sin, (x,), (torch.ones(3),))[1], x.cos())
     hessian = torch.func.hessian(lambda t: (t * t).sum())(x)
@@ -336,7 +336,7 @@ def in_a_region_of_its_own(x: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
-def test_scripted_code_may_name_the_functions_that_are_replaced_and_open_an_autocast_region() -> None:
+def test_scripted_code_may_call_replaced_functions_and_open_an_autocast_region() -> None:
     scripted = torch.jit.script(relative_positions)
     assert torch.equal(scripted(3), relative_positions(3))
     assert "aten::arange" in str(scripted.graph)
@@ -345,7 +345,7 @@ def test_scripted_code_may_name_the_functions_that_are_replaced_and_open_an_auto
     assert torch.equal(product, in_a_region_of_its_own(x)[0])
 
 
-def test_compiled_code_may_name_the_functions_that_are_replaced() -> None:
+def test_compiled_code_may_call_replaced_functions() -> None:
     def step(x: Tensor) -> Tensor:
         with torch.autocast("cuda"):
             return torch.ones_like(x) @ x.to("cuda") + torch.zeros(2, device="cuda", dtype=torch.float16)
@@ -357,7 +357,7 @@ def test_compiled_code_may_name_the_functions_that_are_replaced() -> None:
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
-    """Runs ``work`` in another thread and raises here what it raised there."""
+    """Runs ``work`` in another thread and raises its error here."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -387,7 +387,7 @@ def test_backward_may_run_in_another_thread() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
-def test_the_default_device_and_tensor_type_may_be_cudas() -> None:
+def test_the_default_device_and_tensor_type_may_be_of_cuda() -> None:
     torch.set_default_device("cuda")
     try:
         assert torch.ones(2).device.type == "cpu"
@@ -408,7 +408,7 @@ def test_a_checkpoint_is_loaded_onto_cuda(tmp_path: Path) -> None:
         assert torch.equal(torch.load(tmp_path / "w.pt", map_location=place)["w"], torch.ones(2))
 
 
-def test_what_manages_the_device_does_nothing() -> None:
+def test_calls_that_manage_the_device_do_nothing() -> None:
     torch.cuda.set_device(torch.cuda.current_device())
     with torch.cuda.device(0), torch.cuda.nvtx.range("step"):
         torch.cuda.synchronize()
@@ -418,7 +418,7 @@ def test_what_manages_the_device_does_nothing() -> None:
     assert torch.cuda.memory_reserved() == 0
 
 
-def test_streams_are_always_done_and_events_take_the_time() -> None:
+def test_streams_are_always_done_and_events_measure_time() -> None:
     stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     with torch.cuda.stream(stream):
@@ -432,7 +432,7 @@ def test_streams_are_always_done_and_events_take_the_time() -> None:
     assert stream.record_event().elapsed_time(start) < 0 < start.elapsed_time(end) < 60_000
 
 
-def test_a_generator_of_cuda_is_one_of_the_cpu_with_a_seed_of_its_own() -> None:
+def test_a_cuda_generator_is_a_cpu_generator_with_its_own_seed() -> None:
     made = [torch.Generator("cuda"), torch.Generator(device=torch.device("cuda", 0)), torch.Generator()]
     drawn = [torch.randn(2, generator=generator.manual_seed(3), device="cuda") for generator in made]
     assert all(torch.equal(one, drawn[0]) for one in drawn)

@@ -1,4 +1,4 @@
-"""CUDA on a CPU leaves no trace: what torch is after the context is what it was before."""
+"""The emulation of CUDA on a CPU leaves no trace: torch is the same before and after the context."""
 
 import contextlib
 import importlib
@@ -47,7 +47,7 @@ def registrations() -> dict[str, list[str]]:
 
 
 def kernels() -> dict[str, bool]:
-    """Whether each op that some key of KEYS serves has a kernel there: the dispatcher's own view."""
+    """Whether each op with a kernel for any of KEYS has one for each: the dispatcher's own view."""
     names = {name for listed in registrations().values() for name in listed if name.startswith("aten::")}
     return {
         f"{name} {key}": torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names for key in KEYS
@@ -83,7 +83,7 @@ def train_a_little() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autocast("cuda"):
         loss = model(torch.randn(4, 2, 10, device="cuda")).pow(2).sum()
-    (torch.fft.rfft(torch.randn(8, device="cuda").half()) / 2).abs()  # which has kernels of its own from here on
+    (torch.fft.rfft(torch.randn(8, device="cuda").half()) / 2).abs()  # this registers kernels of its own
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -118,9 +118,9 @@ def leave_after_scripting() -> None:
 
 
 def leave_while_only_some_parts_were_entered() -> None:
-    """The last part fails to start: what the first ones did has to be undone as well."""
+    """The last part fails to start: the changes of the first parts must be undone too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim, "SGD", fail)  # the names of CUDA are replaced last, and an optimizer is made first
+        patch.setattr(torch.optim, "SGD", fail)  # the last part, the names of CUDA, starts by making an optimizer
         with contextlib.suppress(PlannedError), cuda_on_cpu():
             pytest.fail("the body must not be reached")
 
@@ -139,18 +139,18 @@ WAYS_OUT: tuple[Callable[[], None], ...] = (
 
 
 def native_answers() -> list[Tensor]:
-    """What tells the CPU's own policy and kernels from CUDA's."""
+    """Results that differ between the CPU's own policy and kernels and CUDA's."""
     random = torch.Generator().manual_seed(0)
     image, kernel = torch.randn(1, 3, 8, 8, generator=random), torch.randn(4, 3, 3, 3, generator=random)
     with torch.autocast("cpu", dtype=torch.float16):
         half = torch.nn.functional.conv2d(image, kernel)
-        # In half on a CPU, in float32 on CUDA.
+        # These ops run in float16 on a CPU, in float32 on CUDA.
         return [half, half.exp(), half.sum(), half.pow(2), torch.nn.functional.conv_transpose2d(half, kernel)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
-def test_torch_is_what_it_was_and_its_native_kernels_answer_again(leave: Callable[[], None]) -> None:
+def test_the_emulation_leaves_torch_and_its_native_kernels_unchanged(leave: Callable[[], None]) -> None:
     train_on_cpu_once()
     before, answers = everything(), native_answers()
     leave()
@@ -163,25 +163,25 @@ def test_torch_is_what_it_was_and_its_native_kernels_answer_again(leave: Callabl
 
 
 def train_on_cpu_once() -> None:
-    """Lets torch do what it puts off to its first use: lazy imports, schema caches."""
+    """Lets torch do the work that it defers to its first use: lazy imports, schema caches."""
     with cuda_on_cpu():
         train_a_little()
 
 
-def test_inside_the_context_the_policy_is_cudas_and_outside_it_is_not() -> None:
+def test_the_policy_of_cuda_applies_only_inside_the_context() -> None:
     outside = [answer.dtype for answer in native_answers()]
     with cuda_on_cpu():
         with cuda_on_cpu():
-            pass  # which does not end the outer one
+            pass  # the inner context does not end the outer one
         inside = [answer.dtype for answer in native_answers()]
     assert inside == [torch.float16, torch.float32, torch.float32, torch.float32, torch.float16]
     assert outside != inside
 
 
-def test_nothing_is_printed_or_warned_and_no_compiler_imported() -> None:
-    """A fresh process: torch warns of an overridden kernel only once in each.
+def test_the_emulation_prints_nothing_and_imports_no_compiler() -> None:
+    """The program runs in a fresh process: torch warns of an overridden kernel only once per process.
 
-    torch 2.6 leaves a temporary folder of its own to the interpreter's end, from the first optimizer on.
+    From the first optimizer on, torch 2.6 keeps a temporary folder until the interpreter ends.
     """
     program = """
 import sys, warnings
@@ -209,7 +209,7 @@ def test_torch_compile_may_be_called_first_while_a_gpu_is_emulated() -> None:
         assert trace_rules.get_torch_obj_rule_map.__wrapped__()
 
 
-def test_the_users_warning_filters_are_left_alone() -> None:
+def test_the_emulation_leaves_the_warning_filters_of_the_user_unchanged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", category=ResourceWarning)
         before = list(warnings.filters)
@@ -224,14 +224,14 @@ def of_a_product(x: Tensor) -> Tensor:
 
 
 def scripted_ops(x: Tensor) -> list[str]:
-    """The ops that TorchScript makes of it in the state of autocast that is on, its casts among them."""
+    """The ops that TorchScript makes of the function under the current autocast state, including casts."""
     scripted: Any = torch.jit.script(of_a_product)
     graph = scripted.graph_for(x)
     return [node.kind() for node in graph.nodes() if node.kind().startswith("aten::")]
 
 
 class Latent(torch.Tensor):
-    """As of BigGAN-PyTorch: its ``to`` needs an attribute that what is made of it has not."""
+    """As in BigGAN-PyTorch: its ``to`` needs an attribute that derived tensors lack."""
 
     kind: str
 
@@ -239,18 +239,18 @@ class Latent(torch.Tensor):
         raise AssertionError(self.kind)
 
 
-def test_a_cast_asks_no_subclass_of_a_tensor() -> None:
+def test_a_cast_does_not_call_the_to_method_of_a_tensor_subclass() -> None:
     latent = torch.randn(4, 8).as_subclass(Latent)
     with cuda_on_cpu(), torch.autocast("cuda"):
         assert torch.nn.Linear(8, 2)(latent[:3]).dtype is torch.float16
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
-def test_scripted_code_is_cast_as_torch_casts_it_on_cuda() -> None:
-    """TorchScript's own pass makes a product float32, on CUDA too, where it does not know the dtype of a factor."""
+def test_scripted_code_is_cast_as_on_cuda() -> None:
+    """TorchScript makes a product float32, on CUDA too, if it does not know the dtype of a factor."""
     x = torch.full((4, 4), 300.0, dtype=torch.float16)
     without = scripted_ops(x)
-    torch.set_autocast_enabled("cuda", True)  # all that the pass asks for; it needs no GPU
+    torch.set_autocast_enabled("cuda", True)  # TorchScript reads only this flag, and needs no GPU
     try:
         on_cuda = scripted_ops(x)
     finally:

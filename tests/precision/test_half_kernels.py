@@ -1,4 +1,4 @@
-"""The emulated half kernels round where a GPU's do: against the CPU's own, float64, and a GPU where there is one."""
+"""The emulated half kernels round where a GPU does, compared with the CPU's own kernels, float64, and a GPU if any."""
 
 import contextlib
 import gc
@@ -20,16 +20,16 @@ from ampdbg.precision.half_kernels import ran as half_kernels_that_ran
 Shapes = Sequence[tuple[int, ...]]
 
 SIZES = ((2, 7, 4, 9), (3, 24, 40, 33), (1, 17, 8, 6), (4, 12, 64, 10))
-"""Batch, rows, inner dimension and columns; what each case makes of them is up to its ``shapes``."""
+"""Batch, rows, inner dimension and columns, from which each case makes its ``shapes``."""
 
 
 @dataclass(frozen=True)
 class HalfCase:
     """One op on half operands.
 
-    ``rounds_once`` says that every output and gradient is one product rounded once, so that float64 knows
-    the answer. ``loud`` multiplies the first two operands so that some results overflow; 0 where none can.
-    ``exact`` is what to ask float64 where it is not ``call``.
+    ``rounds_once``: every output and gradient is one product rounded once, so float64 gives the exact value.
+    ``loud`` multiplies the first two operands so that some results overflow, or is 0 if none can.
+    ``exact`` is the call in float64 if it differs from ``call``.
     """
 
     name: str
@@ -40,7 +40,7 @@ class HalfCase:
     exact: Callable[..., Any] | None = None
 
     def operands(self, scale: float = 1.0) -> Iterator[list[Tensor]]:
-        """Random half operands, one list for each of SIZES; ``scale`` is put on the first two."""
+        """Random half operands, one list for each of SIZES. ``scale`` multiplies the first two."""
         random = torch.Generator().manual_seed(0)
         for size in SIZES:
             tensors = [torch.randn(shape, generator=random) for shape in self.shapes(*size)]
@@ -48,7 +48,7 @@ class HalfCase:
 
 
 def results(call: Callable[..., Any], operands: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a call and the gradients of its operands, for a fixed gradient of half's precision."""
+    """The outputs of a call and the gradients of its operands, for a fixed output gradient in float16 precision."""
     leaves = [operand.detach().clone().requires_grad_() for operand in operands]
     result = call(*leaves)
     outputs = result if isinstance(result, tuple) else (result,)
@@ -58,13 +58,13 @@ def results(call: Callable[..., Any], operands: Sequence[Tensor]) -> list[Tensor
 
 
 def all_results(call: Callable[..., Any], operands: Iterator[Sequence[Tensor]]) -> list[Tensor]:
-    """:func:`results` over several lists of operands, each output and each gradient joined to one vector."""
+    """:func:`results` of several lists of operands, with each output and gradient joined to one vector."""
     runs = [results(call, tensors) for tensors in operands]
     return [torch.cat([tensor.flatten() for tensor in role]) for role in zip(*runs, strict=True)]
 
 
 def exact_results(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
-    """The same in float64 on the half operands, rounded to half at the very end."""
+    """The results in float64 on the half operands, rounded to float16 at the end."""
     wide = ([tensor.double() for tensor in one] for one in case.operands(scale))
     return [tensor.half() for tensor in all_results(case.exact or case.call, wide)]
 
@@ -82,7 +82,7 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Attention as flash kernels define it: everything wide, but backward reads the output that was rounded."""
+    """Attention as in flash kernels: everything is wide, but the backward pass reads the rounded output."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -119,7 +119,7 @@ def _cell(gates: int, states: int = 1) -> Callable[[int, int, int, int], Shapes]
 
 
 def _layer(kind: Callable[..., Any], gates: int, states: int = 1) -> tuple[Callable[..., Any], Any]:
-    """A whole recurrent layer on a batch; the hidden state comes first in torch's own calls."""
+    """A whole recurrent layer on a batch. In torch's own calls the hidden state is the first argument after ``x``."""
 
     def call(x: Tensor, *rest: Tensor) -> Any:
         hidden = rest[0] if states == 1 else list(rest[:states])
@@ -233,11 +233,11 @@ def units_apart(left: Tensor, right: Tensor) -> Tensor:
 
 
 NOISE = 2.0**-20
-"""Where a sum in FP32 cancels, what is left of it is a few roundings of its terms; which, depends on the machine."""
+"""If an FP32 sum cancels, the rest consists of rounding errors of its terms, which depend on the machine."""
 
 
 def share_close(left: Tensor, right: Tensor, units: int = 1) -> float:
-    """The share of elements that are equal to within so many units in the last place, or cancelled in both."""
+    """The share of elements within ``units`` in the last place of each other, or cancelled in both."""
     finite = right.float().where(right.isfinite(), torch.zeros(()))
     noise = NOISE * float(finite.abs().max()) if finite.numel() else 0.0
     cancelled = (left.float().abs() <= noise) & (right.float().abs() <= noise)
@@ -247,14 +247,14 @@ def share_close(left: Tensor, right: Tensor, units: int = 1) -> float:
 def same_overflow(left: Tensor, right: Tensor) -> bool:
     """Whether the same elements are infinite and the same are NaN.
 
-    A sum just at the threshold may round either way: 65504 and inf, one unit apart, count as the same.
+    A sum at the threshold may round either way: 65504 and inf, one unit apart, count as the same.
     """
     differ = left.isinf() != right.isinf()
     return bool((units_apart(left, right)[differ] <= 1).all()) and torch.equal(left.isnan(), right.isnan())
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """Integers in the order of the numbers: a float's bits are its magnitude's rank, behind a sign bit."""
+    """Integers in the order of the floats: after its sign bit, a float's bits are the rank of its magnitude."""
     bits = tensor.contiguous().view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
@@ -273,7 +273,7 @@ def emulated(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
 
 
 def native(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
-    """The CPU's own results; where a build of torch has no half kernel for them, what they are held against."""
+    """The CPU's own results, or the exact ones if this build of torch has no half kernel."""
     try:
         return all_results(case.call, case.operands(scale))
     except RuntimeError as error:
@@ -283,10 +283,10 @@ def native(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
 
 
 def agrees(ours: Tensor, cpu: Tensor, exact: Tensor) -> bool:
-    """Ours is the CPU's result; or the CPU's kernel is the one that float64 contradicts.
+    """Whether our result is the CPU's, or float64 agrees with ours and contradicts the CPU's.
 
-    Native kernels without FP16 instructions scatter a convolution's gradient in half and round the
-    probabilities of attention, which costs them the last bits of every tenth element.
+    Native kernels without FP16 instructions scatter the gradient of a convolution in half and round the
+    probabilities of attention. Every tenth element then loses its last bits.
     """
     if share_close(ours, cpu) >= NATIVE_SHARE:
         return True
@@ -294,7 +294,7 @@ def agrees(ours: Tensor, cpu: Tensor, exact: Tensor) -> bool:
 
 
 @named(CASES)
-def test_outputs_and_gradients_are_those_of_native_half_kernels_and_exact_where_rounded_once(case: HalfCase) -> None:
+def test_outputs_and_gradients_match_native_half_kernels_or_the_exact_values(case: HalfCase) -> None:
     for ours, cpu, exact in zip(emulated(case), native(case), exact_results(case), strict=True):
         assert ours.dtype is torch.float16
         assert agrees(ours, cpu, exact)
@@ -302,12 +302,12 @@ def test_outputs_and_gradients_are_those_of_native_half_kernels_and_exact_where_
 
 
 @named([case for case in CASES if case.loud])
-def test_the_same_elements_overflow_as_natively_and_as_the_exact_values_where_rounded_once(case: HalfCase) -> None:
+def test_the_same_elements_overflow_as_in_native_kernels_or_the_exact_values(case: HalfCase) -> None:
     ours, cpu, exact = emulated(case, case.loud), native(case, case.loud), exact_results(case, case.loud)
     assert any(tensor.isinf().any() for tensor in ours)
     for one, other, truth in zip(ours, cpu, exact, strict=True):
         assert agrees(one, other, truth)
-        # A native kernel that adds in half on the way overflows where the sum does not.
+        # A native kernel with intermediate sums in half overflows where the sum does not.
         assert same_overflow(one, other) or (same_overflow(one, truth) and not same_overflow(other, truth))
         assert not case.rounds_once or same_overflow(one, truth)
 
@@ -317,7 +317,7 @@ def half(*shape: int) -> Tensor:
 
 
 Make = Callable[..., Tensor]
-"""Makes an operand of a shape: :func:`half`, or :func:`wide` with the same values."""
+"""Makes an operand of a shape: :func:`half`, or :func:`wide` with equal values."""
 
 
 def wide(*shape: int) -> Tensor:
@@ -361,21 +361,21 @@ WRITING: dict[str, Callable[[Make], Tensor]] = {
 
 
 @pytest.mark.parametrize("write", WRITING.values(), ids=WRITING.keys())
-def test_an_op_that_writes_gives_the_values_of_float32_rounded(write: Callable[[Make], Tensor]) -> None:
+def test_an_op_that_writes_an_operand_writes_rounded_float32_values(write: Callable[[Make], Tensor]) -> None:
     with half_kernels():
         written = write(half)
     assert written.dtype is torch.float16
     assert torch.equal(written, write(wide).half())
 
 
-def test_every_emulated_op_is_one_that_this_torch_has_and_those_that_write_are_checked() -> None:
+def test_every_emulated_op_exists_in_torch_and_every_writing_op_is_tested() -> None:
     ops = {name: find_op(name) for name in EMULATED}
     assert [name for name, op in ops.items() if op is None] == []
     writing = {name for name, op in ops.items() if op is not None and op._schema.is_mutable}
     assert writing == {name.split(",")[0] for name in WRITING}
 
 
-def test_an_op_in_place_writes_into_the_very_tensor_and_bumps_its_version() -> None:
+def test_an_in_place_op_returns_the_same_tensor_and_bumps_its_version() -> None:
     target = half(4, 5)
     before = target._version
     with half_kernels():
@@ -399,7 +399,7 @@ MIXED: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("call", MIXED.values(), ids=MIXED.keys())
-def test_a_mistake_raises_what_torch_raises(call: Callable[[], Tensor]) -> None:
+def test_mismatched_operands_raise_the_message_of_torch(call: Callable[[], Tensor]) -> None:
     with pytest.raises(RuntimeError) as native_error:
         call()
     with half_kernels(), pytest.raises(RuntimeError) as our_error:
@@ -408,7 +408,7 @@ def test_a_mistake_raises_what_torch_raises(call: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
-def test_other_dtypes_are_left_alone_bit_for_bit(dtype: torch.dtype) -> None:
+def test_products_of_other_dtypes_keep_their_bits(dtype: torch.dtype) -> None:
     x, w = torch.randn(5, 16, dtype=dtype), torch.randn(7, 16, dtype=dtype)
     expected = x @ w.mT
     with half_kernels():
@@ -426,7 +426,7 @@ class Trace(TorchDispatchMode):
 
 
 def traced() -> tuple[list[tuple[str, tuple[torch.dtype, ...]]], list[torch.dtype], str]:
-    """A step of a small half model: the ops that ran, the dtypes that were saved, the autograd node."""
+    """A step of a small half model: the ops that ran, the dtypes of saved tensors, and the autograd node."""
     model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(32, 5)).half()
     saved: list[torch.dtype] = []
 
@@ -441,7 +441,7 @@ def traced() -> tuple[list[tuple[str, tuple[torch.dtype, ...]]], list[torch.dtyp
     return trace.ops, saved, output.grad_fn.name()
 
 
-def test_the_emulation_is_invisible_to_dispatch_modes_and_to_autograd() -> None:
+def test_the_emulation_is_invisible_to_dispatch_modes_and_autograd() -> None:
     expected = traced()
     assert "aten.addmm.default" in [op for op, _ in expected[0]]
     with half_kernels():
@@ -480,12 +480,12 @@ ONLY_ON_CUDA: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": lambda x: F.hardtanh(x, -1e5, 1e5),
 }
 ERROR = {"rrelu": 2**-12, "rrelu, in place": 2**-12, "lstm": 1e-3}
-"""How far from the rounded value an element of about 1 may be: rrelu's gradient is by noise that was rounded,
-and a recurrent layer rounds each gate and state. The others are rounded once."""
+"""The allowed error of an element of about 1: rrelu's gradient uses rounded noise, and a recurrent layer rounds
+each gate and state. The other ops round once."""
 
 
 @pytest.mark.parametrize("name", ONLY_ON_CUDA)
-def test_ops_that_only_cuda_has_in_half_give_the_values_and_gradients_of_float32_rounded(name: str) -> None:
+def test_half_ops_missing_on_cpu_give_rounded_float32_values_and_gradients(name: str) -> None:
     results = []
     for x, context in ((half(64), half_kernels()), (wide(64), contextlib.nullcontext())):
         with context:
@@ -498,7 +498,7 @@ def test_ops_that_only_cuda_has_in_half_give_the_values_and_gradients_of_float32
         torch.testing.assert_close(ours, exact.half(), rtol=0, atol=ERROR.get(name, 0.0))
 
 
-def test_limits_that_half_holds_are_left_to_the_cpu() -> None:
+def test_clamps_with_limits_within_float16_run_on_the_kernels_of_the_cpu() -> None:
     with half_kernels():
         torch.stack((half(64).clamp(-1, 65504), F.relu6(half(64))))
         assert not half_kernels_that_ran
@@ -506,27 +506,27 @@ def test_limits_that_half_holds_are_left_to_the_cpu() -> None:
         assert half_kernels_that_ran == {"clamp"}
 
 
-def test_no_tensor_outlives_its_step() -> None:
+def test_half_kernels_keep_no_tensor_alive_after_a_step() -> None:
     def live() -> int:
         gc.collect()
-        # type(), since isinstance() asks lazy modules for their __class__ and so loads them.
+        # type() is needed: isinstance() reads __class__, which loads lazy modules.
         return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 
     with half_kernels():
         traced()
         before = live()
         traced()
-        assert live() <= before  # what other tests have left may go meanwhile
+        assert live() <= before  # tensors of other tests may be freed meanwhile
 
 
 SPLIT = "conv2d-1x1", "conv_transpose2d-groups-stride"
 UNITS = {**{case.name: 16 for case in ATTENTION}, **dict.fromkeys(SPLIT, 16)}
-"""One unit elsewhere. A GPU's fused attention rounds its probabilities to half, as the CPU's own half attention
-does (98 % within 16 units of ours); cuDNN adds up the parts of some sums in half (97 % within one unit, 99.7 % within
-16, on an H200)."""
+"""The default is one unit. A GPU's fused attention rounds its probabilities to half, like the CPU's own half attention
+(98 % within 16 units of ours). cuDNN adds the parts of some sums in half (97 % within one unit, 99.7 % within 16, on
+an H200)."""
 LOUD = [case for case in CASES if case.loud and case not in RECURRENT]
 """A GPU's fused recurrent layers do not round their gates. With the weights of these cases a recurrence magnifies each
-rounding, until no two implementations have the same numbers: of those only dtypes are compared."""
+rounding until no two implementations agree. Only their dtypes are compared."""
 
 
 def under_autocast(call: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -538,7 +538,7 @@ def under_autocast(call: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def autocast_on(device: str, case: HalfCase, scale: float) -> list[Tensor]:
-    """With the case's operands in float32, as weights and inputs are in a user's model."""
+    """The results on float32 operands, the dtype of weights and inputs in a user's model."""
     operands = ([tensor.float().to(device) for tensor in one] for one in case.operands(scale))
     return [tensor.cpu() for tensor in all_results(under_autocast(case.call, device), operands)]
 
@@ -559,16 +559,16 @@ def on_cpu(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
 
 @pytest.mark.gpu
 @named(CASES)
-def test_outputs_and_gradients_are_those_of_a_gpu(case: HalfCase) -> None:
-    # Gradients of float32 operands come from half ones, and lose nothing where units are counted in half.
+def test_outputs_and_gradients_match_a_gpu(case: HalfCase) -> None:
+    # Gradients of float32 operands are cast from half, so a comparison in half units is exact.
     for ours, theirs in zip(on_cpu(case), on_gpu(case), strict=True):
         assert ours.dtype is theirs.dtype
         assert case in RECURRENT or share_close(ours.half(), theirs.half(), UNITS.get(case.name, 1)) >= NATIVE_SHARE
 
 
 WITHOUT_CUDNN = "conv2d", "conv2d-dilated", "conv3d"
-"""On an H200 the kernels that cuDNN 9.19 chooses for these give the bias alone where the sum is below -65504: what
-overflows there is no infinity, and shows as a number far from FP32's. Other convolutions overflow as without it."""
+"""On an H200 the kernels that cuDNN 9.19 chooses for these return only the bias if the sum is below -65504. The
+overflow is then not an infinity but a number far from FP32's. Other convolutions overflow as without cuDNN."""
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Fourier transforms of half tensors under the emulation: cuFFT's dtypes, refusals and overflows, and what follows."""
+"""Fourier transforms of half tensors under the emulation: cuFFT's dtypes, refusals, overflows, and ops on spectra."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 FUNCTIONS = [name.removeprefix("fft_") for name in (*OF_REAL, *OF_COMPLEX)]
 UNSCALED = {"fft", "fft2", "fftn", "rfft", "rfft2", "rfftn", "hfft", "hfft2", "hfftn"}
-"""Those that norm="backward" does not scale; norm="forward" does not scale the others."""
+"""The transforms that norm="backward" does not scale. norm="forward" does not scale the others."""
 TWICE = {"hfft2", "hfftn", "ihfft2", "ihfftn"}
 REFUSED = "powers of two when computing in half precision, but got a signal size of{}"
 
@@ -34,7 +34,7 @@ def emulated() -> Iterator[None]:
 
 
 def signal(*shape: int) -> Tensor:
-    """Values that half holds, in float32."""
+    """Float32 values that float16 represents exactly."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half().float()
 
 
@@ -43,12 +43,12 @@ def pairs(tensor: Tensor) -> Tensor:
 
 
 def same(ours: Tensor, wide: Tensor) -> bool:
-    """Whether every value is that of float32, rounded once."""
+    """Whether every value is the float32 value, rounded once."""
     return ours.dtype is NARROWER[wide.dtype] and torch.equal(pairs(ours), pairs(wide).half())
 
 
 def close(ours: Tensor, wide: Tensor, error: float) -> bool:
-    """Whether the dtype is the half one, and no value is further off than ``error`` times the largest."""
+    """Whether the dtype is the half one, and no value is off by more than ``error`` times the largest."""
     off = (pairs(ours.detach()).float() - pairs(wide.detach())).abs().max() / pairs(wide.detach()).abs().max()
     return ours.dtype is NARROWER[wide.dtype] and float(off) <= error
 
@@ -60,7 +60,7 @@ def arguments(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_transform_and_its_gradient_are_those_of_float32_rounded(name: str, emulated: None) -> None:
+def test_a_half_transform_and_its_gradient_are_rounded_from_float32(name: str, emulated: None) -> None:
     function = getattr(torch.fft, name)
     gives_signal = name.startswith(("irfft", "hfft"))
     unscaled = "backward" if name in UNSCALED else "forward"
@@ -70,7 +70,7 @@ def test_a_transform_and_its_gradient_are_those_of_float32_rounded(name: str, em
         if gives_signal and given.get("n", given.get("s")) is None and "dim" in given:
             continue  # a signal of 2 * (size - 1)
         exact, ours = (function(x, norm=unscaled, **given) for x in (wide, half))
-        # Those of a Hermitian signal of several dims are two transforms, each of which rounds.
+        # A Hermitian transform of several dims is two transforms, and each rounds.
         assert close(ours, exact, 2e-3) if name in TWICE else same(ours, exact)
         seed = torch.randn_like(exact)
         (expected,) = torch.autograd.grad(exact, wide, seed)
@@ -80,7 +80,7 @@ def test_a_transform_and_its_gradient_are_those_of_float32_rounded(name: str, em
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_within_vmap_a_transform_and_its_gradient_are_those_of_each_row(name: str, emulated: None) -> None:
+def test_vmap_of_a_half_transform_and_its_gradient_matches_each_row(name: str, emulated: None) -> None:
     function = getattr(torch.fft, name)
     size = 17 if name.startswith(("irfft", "hfft")) else 16
 
@@ -94,7 +94,7 @@ def test_within_vmap_a_transform_and_its_gradient_are_those_of_each_row(name: st
         x = signal(4, 8, 32).narrow(-1, 0, size).half().requires_grad_()
         mapped, expected = torch.vmap(transformed, dim)(x), row_by_row(x, dim)
         gradients = [torch.autograd.grad(output.float().square().mean(), x)[0] for output in (mapped, expected)]
-        # A sum over two dims may be made in another order.
+        # A sum over two dims may have another order.
         assert all(close(ours, other.float(), 2e-3) for ours, other in ((mapped, expected), gradients))
     wide = signal(4, 8, 24)
     assert torch.allclose(torch.vmap(transformed)(wide), row_by_row(wide, 0), atol=1e-5)
@@ -104,23 +104,23 @@ def test_within_vmap_a_transform_and_its_gradient_are_those_of_each_row(name: st
 
 @pytest.mark.parametrize("norm", [None, "backward", "ortho", "forward"])
 @pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft"])
-def test_what_scales_a_transform_is_done_in_half_behind_it(name: str, norm: str | None, emulated: None) -> None:
+def test_a_half_transform_with_each_norm_is_close_to_float32(name: str, norm: str | None, emulated: None) -> None:
     function, x = getattr(torch.fft, name), signal(64)
     x = torch.fft.rfft(x) if name == "irfft" else x
     x = x.to(NARROWER[x.dtype]).to(x.dtype)
     assert close(function(x.to(NARROWER[x.dtype]), norm=norm), function(x, norm=norm), 2e-3)
 
 
-def test_a_sum_beyond_half_is_infinite_whatever_scales_it_afterwards(emulated: None) -> None:
+def test_a_sum_beyond_float16_is_infinite_before_the_norm_scales_the_transform(emulated: None) -> None:
     loud = torch.full((8,), 10000.0)
     assert torch.fft.rfft(loud.half()).abs().tolist() == [math.inf, 0, 0, 0, 0]
     assert torch.fft.rfft(loud.half() * 0.5).abs().tolist() == [40000, 0, 0, 0, 0]
     assert float(torch.fft.irfft(loud.half(), n=8, norm="forward")[0]) == math.inf
-    assert float(torch.fft.irfft(loud.half(), n=8)[0]) == math.inf  # divided by 8 it is 10000
+    assert float(torch.fft.irfft(loud.half(), n=8)[0]) == math.inf  # the sum divided by 8 is 10000
     assert float(torch.fft.irfft(loud, n=8)[0]) == 10000
 
 
-def test_only_powers_of_two_are_transformed_in_half(emulated: None) -> None:
+def test_half_transforms_refuse_sizes_that_are_not_powers_of_two(emulated: None) -> None:
     refused: list[tuple[Callable[[Tensor], Tensor], str]] = [
         (lambda x: torch.fft.rfft(x, n=12), "[12]"),
         (lambda x: torch.fft.fft2(x[:3]), "[3, 16]"),
@@ -135,7 +135,7 @@ def test_only_powers_of_two_are_transformed_in_half(emulated: None) -> None:
 
 
 @pytest.mark.parametrize("given", [{"n": 0}, {"dim": 3}, {"norm": "none"}], ids=str)
-def test_wrong_arguments_raise_what_torch_raises(given: dict[str, Any], emulated: None) -> None:
+def test_wrong_arguments_of_a_half_transform_raise_the_message_of_torch(given: dict[str, Any], emulated: None) -> None:
     messages = []
     for x in (signal(8), signal(8).half()):
         with pytest.raises((RuntimeError, IndexError)) as raised:
@@ -145,14 +145,14 @@ def test_wrong_arguments_raise_what_torch_raises(given: dict[str, Any], emulated
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
-def test_other_dtypes_are_left_alone_bit_for_bit(dtype: torch.dtype) -> None:
+def test_transforms_and_ops_of_other_dtypes_keep_their_bits(dtype: torch.dtype) -> None:
     def results() -> list[Tensor]:
         x = signal(4, 16).to(dtype)
         return [torch.fft.fft(x), torch.fft.ifft2(x), x.exp(), x / 3, x / x, 1 / x, x.sum(0), torch.arange(3) / 2]
 
     expected = results()
     with cuda_on_cpu():
-        torch.fft.rfft(signal(8).half())  # from here on quotients and sums pass through
+        torch.fft.rfft(signal(8).half())  # from here on, quotients and sums run through the emulation
         for ours, native in zip(results(), expected, strict=True):
             assert ours.dtype is native.dtype
             assert torch.equal(ours, native)
@@ -187,14 +187,12 @@ AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 IN_FLOAT32 = {"magnitude of pairs", "istft"}
-"""What autocast computes a power or a sum of."""
+"""Entries with a power or sum that autocast computes in float32."""
 
 
 @pytest.mark.parametrize("region", [False, True], ids=["outside", "in a region"])
 @pytest.mark.parametrize("name", AFTER)
-def test_what_is_done_with_a_spectrum_goes_forward_and_backward_in_half(
-    name: str, region: bool, emulated: None
-) -> None:
+def test_ops_on_a_half_spectrum_run_forward_and_backward_in_half(name: str, region: bool, emulated: None) -> None:
     wide = signal(4, 64).requires_grad_()
     half = wide.detach().half().requires_grad_()
     exact = AFTER[name](wide)
@@ -210,7 +208,7 @@ def test_what_is_done_with_a_spectrum_goes_forward_and_backward_in_half(
     assert close(gradient, expected, 1e-2)
 
 
-def test_the_emulation_is_invisible_to_dispatch_modes() -> None:
+def test_emulated_transforms_are_invisible_to_dispatch_modes() -> None:
     def ops(x: Tensor) -> list[str]:
         with Trace() as trace:
             (torch.fft.rfft(x, n=32) / 2).abs().sum().backward()
@@ -222,7 +220,7 @@ def test_the_emulation_is_invisible_to_dispatch_modes() -> None:
         assert ops(signal(64).half().requires_grad_()) == expected
 
 
-def test_a_lifted_step_has_no_complex_half() -> None:
+def test_a_lifted_step_has_no_complex_half_tensor() -> None:
     for dtype, expected in (("float32", torch.complex64), ("float64", torch.complex128)):
         wide = getattr(torch, dtype)
         with cuda_on_cpu(), lifted(dtype), Trace() as trace:
@@ -236,7 +234,7 @@ def test_a_lifted_step_has_no_complex_half() -> None:
         assert torch.complex32 not in {one for _, dtypes in trace.ops for one in dtypes}
 
 
-def test_afterwards_a_cpu_has_none_of_it() -> None:
+def test_half_transforms_are_refused_again_after_the_emulation() -> None:
     with cuda_on_cpu():
         spectrum = torch.fft.rfft(signal(8).half())
     in_rows = torch.vmap(torch.fft.rfft)

@@ -1,4 +1,4 @@
-"""Precision modes: what each level lowers, scales and leaves alone; half models, Apex's O2 and O3, to the step."""
+"""Precision modes: what each level lowers, scales and leaves alone, and how half models of Apex's O2 and O3 step."""
 
 import contextlib
 from pathlib import Path
@@ -21,13 +21,13 @@ def mode(level: str = "O1", **more: object) -> PrecisionMode:
     return mode_of(Precision.model_validate({"level": level, **more}), CPU)
 
 
-def test_every_level_has_a_mode_and_every_mode_a_level() -> None:
+def test_every_level_has_a_mode_and_every_mode_has_a_level() -> None:
     assert {type(mode(level)).__module__.rpartition(".")[2] for level in LEVELS} == {
         path.stem for path in Path(str(ampdbg.precision.modes.__file__)).parent.glob("*.py")
     } - {"__init__"}
 
 
-def test_a_level_is_read_from_the_file_of_its_mode_which_is_not_run(tmp_path: Path) -> None:
+def test_levels_are_read_from_mode_files_without_running_them(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text('import nothing\n\nLEVEL = {"name": "O3", "words": "all half"}\nMODE = None\n')
     assert list(levels_of(tmp_path)) == [Level("O3", "all half", mode="half")]
 
@@ -42,7 +42,7 @@ def test_a_level_is_read_from_the_file_of_its_mode_which_is_not_run(tmp_path: Pa
         ("O1", "bfloat16", "bfloat16"),
     ],
 )
-def test_the_forward_pass_computes_in_the_modes_dtype_and_only_float16_has_a_loss_scale(
+def test_forward_computes_in_the_dtype_of_the_mode_and_only_float16_has_a_scaler(
     level: str, dtype: str, computes_in: str
 ) -> None:
     made = mode(level, dtype=dtype)
@@ -83,7 +83,7 @@ def test_gradients_of_several_optimizers_are_clipped_together() -> None:
         ({"precision": {"level": "of a later version"}}, FLOAT16),
     ],
 )
-def test_a_records_config_says_its_format(config: dict[str, object], expected: object) -> None:
+def test_the_format_of_a_record_is_read_from_its_config(config: dict[str, object], expected: object) -> None:
     assert format_of_config(config) is expected
 
 
@@ -116,20 +116,20 @@ def are_half(model: torch.nn.Module) -> set[str]:
         ("O3", {"pins": ["*"]}, ""),
     ],
 )
-def test_which_modules_become_half(level: str, more: dict[str, object], half: str) -> None:
+def test_a_level_makes_only_its_modules_float16(level: str, more: dict[str, object], half: str) -> None:
     model, made = network(), mode(level, **more)
     with made.converted(model):
         assert are_half(model) == set(half)
 
 
-def test_a_batch_norm_without_weights_becomes_half_as_in_apex() -> None:
+def test_a_batch_norm_without_weights_becomes_float16_as_in_apex() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(8, affine=False))
     with mode("O2").converted(model):
         assert dtypes(model) == {"0.running_mean": torch.float16, "0.running_var": torch.float16}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_inputs_become_half_and_outputs_float32_until_the_mode_is_left(level: str) -> None:
+def test_inputs_become_float16_and_outputs_float32_until_the_mode_ends(level: str) -> None:
     model, seen = network(), []
     model[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     with contextlib.suppress(ZeroDivisionError), cuda_on_cpu(), mode(level).converted(model):
@@ -141,7 +141,7 @@ def test_inputs_become_half_and_outputs_float32_until_the_mode_is_left(level: st
 
 
 def trained(level: str, steps: int, **more: object) -> float:
-    """The weight, 1 at first, after so many updates of -2**-13 each: a quarter of what half can resolve there."""
+    """A weight of 1 after that many updates of -2**-13 each: a quarter of what float16 resolves there."""
     made, model = mode(level, **more), torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-13)
@@ -167,13 +167,13 @@ def trained(level: str, steps: int, **more: object) -> float:
         ("O3", {"pins": ["*"]}, 1 - 2.0**-9),
     ],
 )
-def test_masters_move_where_half_weights_stand_still(
+def test_small_updates_move_master_weights_but_not_float16_weights(
     level: str, more: dict[str, object], weight: float, scale: object
 ) -> None:
     assert trained(level, 16, loss_scale=scale, **more) == weight
 
 
-def test_the_optimizers_state_is_that_of_the_masters() -> None:
+def test_the_optimizer_state_is_that_of_the_master_weights() -> None:
     made, model = mode("O2", loss_scale={"init": 8.0}), torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     with cuda_on_cpu(), made.converted(model):
@@ -186,7 +186,7 @@ def test_the_optimizers_state_is_that_of_the_masters() -> None:
 
 
 @pytest.mark.parametrize(("level", "limit"), [("O2", 2.0**24), ("O3", 2.0**24), ("O1", 2.0**30)])
-def test_the_scale_grows_to_apexs_limit_and_no_further(level: str, limit: float) -> None:
+def test_the_loss_scale_stops_at_the_limit_of_apex_in_o2_and_o3_but_not_in_o1(level: str, limit: float) -> None:
     given = {"init": 2.0**20, "growth_interval": 1} | ({"max": 2.0**24} if level == "O3" else {})
     made, weight = mode(level, loss_scale=given), torch.nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=0.0), made.scaler()
@@ -200,7 +200,7 @@ def test_the_scale_grows_to_apexs_limit_and_no_further(level: str, limit: float)
     assert scales[-1] == limit
 
 
-def test_the_scale_falls_to_its_least_and_no_further() -> None:
+def test_the_loss_scale_falls_down_to_its_minimum_only() -> None:
     made, weight = mode("O1", loss_scale={"init": 16.0, "min": 4.0}), torch.nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), made.scaler()
     for expected in (8.0, 4.0, 4.0):
@@ -214,7 +214,7 @@ def test_the_scale_falls_to_its_least_and_no_further() -> None:
     ("level", "scale", "is_taken"),
     [("O1", 8.0, False), ("O2", {"init": 8.0}, False), ("O2", 8.0, True), ("O3", 8.0, True), ("O3", None, True)],
 )
-def test_a_static_scale_of_a_half_model_never_skips_as_in_apex(level: str, scale: object, is_taken: bool) -> None:
+def test_a_static_scale_of_a_float16_model_never_skips_as_in_apex(level: str, scale: object, is_taken: bool) -> None:
     made, model = mode(level, loss_scale=scale), torch.nn.Linear(1, 1, bias=False)
     before = model.weight.item()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -227,7 +227,7 @@ def test_a_static_scale_of_a_half_model_never_skips_as_in_apex(level: str, scale
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_buffer_that_torch_cannot_make_half_is_said(level: str) -> None:
+def test_a_buffer_that_torch_cannot_convert_to_float16_is_refused_by_name(level: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].register_buffer("held", torch.ones(2, 2).to_mkldnn())
     refused = rf"^precision\.level: {level} makes the whole model float16, and torch cannot make a buffer of 0 that: "
@@ -238,7 +238,7 @@ def test_a_buffer_that_torch_cannot_make_half_is_said(level: str) -> None:
 
 
 @pytest.mark.parametrize("pin", ["3", "0", "1"])
-def test_a_pin_of_a_half_model_widens_its_weights_while_it_is_in_force(pin: str) -> None:
+def test_a_pin_widens_the_weights_of_a_float16_model_while_active(pin: str) -> None:
     made, model = mode("O3"), network()
     with cuda_on_cpu(), made.converted(model):
         model(torch.ones(3, 4)).sum().backward()
@@ -255,7 +255,7 @@ def test_a_pin_of_a_half_model_widens_its_weights_while_it_is_in_force(pin: str)
 
 
 class Squared(torch.nn.Module):
-    """300 squared is beyond half: the module's own line overflows, and its child takes half inputs alone."""
+    """300 squared is beyond float16: the module's own line overflows. Its child accepts only float16 inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Squared(torch.nn.Module):
         return self.inner(x * self.scale * self.scale / 90000.0)
 
 
-def test_own_lines_of_a_half_model_run_in_fp32_and_the_modules_they_call_in_half() -> None:
+def test_pinned_own_lines_run_in_fp32_and_the_modules_they_call_in_float16() -> None:
     made, model = mode("O3"), torch.nn.Sequential(Squared(), torch.nn.Linear(4, 1))
     with cuda_on_cpu(), made.converted(model):
         assert not model(torch.ones(2, 4)).isfinite().all()
@@ -276,7 +276,7 @@ def test_own_lines_of_a_half_model_run_in_fp32_and_the_modules_they_call_in_half
 
 
 class Tied(torch.nn.Module):
-    """The weight of an embedding is that of the head as well."""
+    """The embedding and the head share one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,9 +288,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("pin", "widened"), [("embedding", {"embedding", "head"}), ("body", {"body"})])
-def test_what_shares_a_weight_with_a_pinned_module_of_a_half_model_is_pinned_as_well(
-    pin: str, widened: set[str]
-) -> None:
+def test_modules_that_share_a_weight_with_a_pinned_module_are_pinned_too(pin: str, widened: set[str]) -> None:
     made, model = mode("O3"), Tied()
     with cuda_on_cpu(), made.converted(model), made.pinned(model, [pin]):
         assert {name for name, module in model.named_children() if module.weight.dtype is torch.float32} == widened

@@ -1,4 +1,4 @@
-"""Pins: what runs in FP32, what as before, where a pinned forward goes, and that nothing stays behind."""
+"""Pins: what runs in FP32, what is unchanged, where a pinned forward is copied, and that removal leaves no trace."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from ampdbg.precision.pins import pin_fp32
 
 
 class Seen(nn.Module):
-    """A linear layer that notes the dtypes of its product and whether autocast was on."""
+    """A linear layer that records the dtype of its product and whether autocast was on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Seen(nn.Module):
 
 
 class Block(nn.Module):
-    """Two children, a product of its own between them, and a list of layers that it loops over."""
+    """Two children, its own product between them, and a loop over a list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A block, and a block in FP32 by the user's own hand."""
+    """A block, and a layer that the user runs in FP32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,46 +92,46 @@ PINNED: dict[tuple[str, ...], tuple[list[torch.dtype], list[tuple[torch.dtype, b
     (":own",): ([H, H], [HALF] * 4),
     ("block:own", "block.second"): ([W, W], [HALF, WIDE, HALF, HALF]),
     ("block", "block.first:own"): ([W, W], [WIDE] * 4),
-    # Its own line reads the cast result of its linear layer.
+    # The own line of the first module reads the cast result of its linear layer.
     (":own", "block:own", "block.first:own"): ([W, W], [WIDE, HALF, HALF, HALF]),
 }
-"""By the pins: the dtypes of the block's own lines, and what its four inner modules see."""
+"""The dtypes of the block's own lines, and what its four inner modules see, for each set of pins."""
 
 
 @pytest.mark.parametrize("names", PINNED, ids=lambda names: " ".join(names) or "none")
-def test_what_is_pinned_runs_in_fp32_and_all_else_as_before(names: tuple[str, ...]) -> None:
+def test_pinned_modules_run_in_fp32_and_all_others_unchanged(names: tuple[str, ...]) -> None:
     model = Model()
     with pin_fp32(model, names) as pins:
         output = run(model)
     own, inner = PINNED[names]
     assert model.block.own == own
     assert [seen for module in model.block.modules() if isinstance(module, Seen) for seen in module.seen] == inner
-    assert model.wide.seen == [WIDE]  # by the user's own region
+    assert model.wide.seen == [WIDE]  # due to the user's own region
     assert output.dtype is torch.float32
     assert sorted(pins.modules) == sorted(names)
 
 
 class Filling(torch.nn.Linear):
-    """Puts its output into the dict that it is given."""
+    """Puts its output into the dict that it gets."""
 
     def forward(self, batch: dict[str, torch.Tensor]) -> None:  # type: ignore[override]
         batch["made"] = super().forward(batch["x"])
 
 
 @pytest.mark.parametrize("pin", ["0", "0:own"])
-def test_what_a_pinned_module_puts_into_a_dict_is_there_for_its_caller(pin: str) -> None:
+def test_a_caller_sees_values_that_a_pinned_module_puts_into_its_dict(pin: str) -> None:
     model, batch = torch.nn.Sequential(Filling(4, 4)), {"x": torch.randn(3, 4)}
     with pin_fp32(model, [pin]), torch.autocast("cuda", dtype=torch.float16):
         model(batch)
     assert batch["made"].dtype is torch.float32
 
 
-def test_own_lines_inside_a_whole_pin_are_no_pin_of_their_own() -> None:
+def test_an_own_lines_pin_of_a_wholly_pinned_module_is_dropped() -> None:
     with pin_fp32(Model(), ["block", "block:own"]) as pins:
         assert pins.modules == ("block",)
 
 
-def test_own_lines_that_raise_can_be_called_again() -> None:
+def test_a_module_with_pinned_own_lines_can_be_called_again_after_an_error() -> None:
     class Picky(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] == 2:
@@ -149,12 +149,12 @@ def test_own_lines_that_raise_can_be_called_again() -> None:
 @pytest.mark.parametrize(
     ("name", "shown"), [("blok", "blok"), ("blok:own", "blok"), ("b" * 200_000, "b" * 197 + "...")], ids=len
 )
-def test_a_misspelt_name_is_refused_and_not_shown_whole_where_it_is_long(name: str, shown: str) -> None:
+def test_a_misspelt_pin_is_refused_and_shortened_in_the_message(name: str, shown: str) -> None:
     with pytest.raises(WorkloadError, match=f"no module is named '{shown}'; the model has 'block'"):
         pin_fp32(Model(), [name])
 
 
-def test_a_name_is_itself_before_it_is_a_pattern() -> None:
+def test_a_pin_is_read_as_an_exact_name_before_a_pattern() -> None:
     model = nn.ModuleDict({"a[0]": nn.Linear(4, 4), "a0": nn.Linear(4, 4), "a1": nn.Linear(4, 4)})
     assert pin_fp32(model, ["a[0]"]).modules == ("a[0]",)
     assert pin_fp32(model, ["a[1]", "a[0]:own"]).modules == ("a1", "a[0]:own")
@@ -169,7 +169,7 @@ def test_a_name_is_itself_before_it_is_a_pattern() -> None:
         ((Block(), "first"), "got 'first' instead of a list of names"),
     ],
 )
-def test_what_is_no_model_or_list_of_names_is_refused_by_its_kind(given: tuple[Any, Any], told: str) -> None:
+def test_pin_fp32_refuses_arguments_of_wrong_types_by_type(given: tuple[Any, Any], told: str) -> None:
     with pytest.raises(TypeError) as raised:
         pin_fp32(*given)
     assert str(raised.value).startswith(f'{told}; allowed: pin_fp32(model, ["blocks.2.attn", ...])')
@@ -177,7 +177,7 @@ def test_what_is_no_model_or_list_of_names_is_refused_by_its_kind(given: tuple[A
 
 
 class Inner(nn.Module):
-    """A linear layer that notes the dtype of its product."""
+    """A linear layer that records the dtype of its product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """A product of its own behind an inner module, also noted."""
+    """Its own product after an inner module, also recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Outer(nn.Module):
 
 
 OUTER = {"outer": (W, W), "outer:own": (W, BFLOAT16), "outer.inner": (BFLOAT16, W), "*": (W, W)}
-"""By the pin: the dtype of the outer module's product, and of the inner one's."""
+"""The dtypes of the outer and the inner module's product for each pin."""
 
 
 def model() -> nn.ModuleDict:
@@ -220,13 +220,13 @@ def run_outer(model: Any) -> torch.Tensor:
 
 
 def dtypes(model: Any) -> tuple[torch.dtype, torch.dtype]:
-    """What the next call's products are."""
+    """The dtypes of the products of the next call."""
     run_outer(model)
     return model["outer"].seen[-1], model["outer"].inner.seen[-1]
 
 
 def saved(model: nn.Module) -> Any:
-    """The model as ``torch.save`` and ``torch.load`` give it back."""
+    """The model after ``torch.save`` and ``torch.load``."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -242,7 +242,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
 @pytest.mark.parametrize("pin", OUTER)
-def test_a_copy_is_pinned_too_and_runs_its_own_weights(pin: str, copied: Callable[[Any], Any]) -> None:
+def test_a_copy_of_a_pinned_model_is_pinned_and_runs_its_own_weights(pin: str, copied: Callable[[Any], Any]) -> None:
     original = model()
     handle = pin_fp32(original, [pin])
     twin = copied(original)
@@ -255,7 +255,7 @@ def test_a_copy_is_pinned_too_and_runs_its_own_weights(pin: str, copied: Callabl
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-def test_a_handle_that_the_model_keeps_is_copied_with_it(copied: Callable[[Any], Any]) -> None:
+def test_a_pin_handle_that_the_model_holds_is_copied_with_the_model(copied: Callable[[Any], Any]) -> None:
     original: Any = model()
     original.pins = pin_fp32(original, ["outer:own", "outer.inner"])
     twin = copied(original)
@@ -264,7 +264,7 @@ def test_a_handle_that_the_model_keeps_is_copied_with_it(copied: Callable[[Any],
     assert dtypes(original) == (W, W)
 
 
-def test_a_copy_of_an_inner_module_alone_runs_as_without_the_pin() -> None:
+def test_a_copy_of_an_unpinned_child_runs_as_without_the_pin() -> None:
     original: Any = model()
     pin_fp32(original, ["outer:own"])
     twin = copy.deepcopy(original["outer"].inner)
@@ -273,7 +273,7 @@ def test_a_copy_of_an_inner_module_alone_runs_as_without_the_pin() -> None:
     assert twin.seen == [BFLOAT16]
 
 
-def test_the_state_dict_is_as_without_the_pin() -> None:
+def test_pins_do_not_change_the_keys_of_the_state_dict() -> None:
     pinned = model()
     pin_fp32(pinned, ["outer", "outer.inner:own"])
     assert list(pinned.state_dict()) == list(model().state_dict())
@@ -282,7 +282,7 @@ def test_the_state_dict_is_as_without_the_pin() -> None:
 @pytest.mark.parametrize("first_gone", [0, 1])
 @pytest.mark.parametrize("second", OUTER)
 @pytest.mark.parametrize("first", OUTER)
-def test_two_handles_go_in_any_order(first: str, second: str, first_gone: int) -> None:
+def test_two_pin_handles_can_be_removed_in_any_order(first: str, second: str, first_gone: int) -> None:
     pinned = model()
     pins = [first, second]
     handles = [pin_fp32(pinned, [pin]) for pin in pins]
@@ -296,7 +296,7 @@ def test_two_handles_go_in_any_order(first: str, second: str, first_gone: int) -
     assert not any("forward" in vars(module) for module in pinned.modules())
 
 
-def test_nested_own_lines_are_the_same_by_two_handles() -> None:
+def test_own_lines_pins_of_nested_modules_work_by_two_handles() -> None:
     pinned = nn.ModuleDict({"outer": nn.Sequential(Outer(), nn.Flatten())})
     for pin in ("outer:own", "outer.0:own"):
         pin_fp32(pinned, [pin])
@@ -305,7 +305,7 @@ def test_nested_own_lines_are_the_same_by_two_handles() -> None:
     assert (outer[0].seen, outer[0].inner.seen) == ([W], [BFLOAT16])
 
 
-def test_a_forward_of_the_users_own_is_run_and_put_back() -> None:
+def test_a_forward_set_by_the_user_is_run_and_restored() -> None:
     pinned: Any = model()
     outer = pinned["outer"]
     own = outer.forward = functools.partial(Outer.forward, outer, scale=0.0)
@@ -316,7 +316,7 @@ def test_a_forward_of_the_users_own_is_run_and_put_back() -> None:
     assert dtypes(pinned) == (BFLOAT16, BFLOAT16)
 
 
-def test_a_forward_that_the_user_sets_around_the_pin_stays() -> None:
+def test_a_forward_that_the_user_sets_around_a_pin_is_kept() -> None:
     pinned: Any = model()
     outer = pinned["outer"]
     handle = pin_fp32(pinned, ["outer"])
@@ -326,7 +326,7 @@ def test_a_forward_that_the_user_sets_around_the_pin_stays() -> None:
     assert dtypes(pinned) == (BFLOAT16, BFLOAT16)
 
 
-def test_own_lines_that_call_their_own_module_again() -> None:
+def test_pinned_own_lines_may_call_their_module_again() -> None:
     class Recurring(Outer):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             own = super().forward(x, scale)
@@ -342,7 +342,7 @@ def test_own_lines_that_call_their_own_module_again() -> None:
 
 @pytest.mark.parametrize("pin", OUTER)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_computes_again_what_the_forward_pass_computed(pin: str, use_reentrant: bool) -> None:
+def test_a_checkpoint_recomputes_in_the_dtypes_of_the_pinned_forward(pin: str, use_reentrant: bool) -> None:
     class Checkpointed(Outer):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             part: torch.Tensor = checkpoint(super().forward, x, scale, use_reentrant=use_reentrant)
@@ -354,11 +354,11 @@ def test_a_checkpoint_computes_again_what_the_forward_pass_computed(pin: str, us
         loss = pinned["outer"](torch.ones(2, 4, requires_grad=True)).sum()
     loss.backward()
     own, inner = OUTER[pin]
-    # A checkpoint may stop before it has come to the end.
+    # A checkpoint may stop before its end.
     assert (set(pinned["outer"].seen), pinned["outer"].inner.seen) == ({own}, [inner] * 2)
 
 
-def test_each_thread_has_its_own_regions() -> None:
+def test_each_thread_has_its_own_autocast_state_in_a_pinned_model() -> None:
     class Meeting(Outer):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             one_is_in_its_own_lines.set()
@@ -393,7 +393,7 @@ def test_a_pinned_model_can_be_exported() -> None:
 
 
 class Both(nn.Module):
-    """Returns what its layer gives it and its own product of that."""
+    """Returns the output of its layer and its own product of that output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ class Both(nn.Module):
 
 
 @pytest.mark.parametrize(("pin", "wide"), [("", (W, W)), (":own", (W, W)), ("linear", (W, BFLOAT16))])
-def test_torch_compile_sees_the_pin_and_that_it_is_gone(pin: str, wide: tuple[torch.dtype, ...]) -> None:
+def test_torch_compile_follows_a_pin_and_its_removal(pin: str, wide: tuple[torch.dtype, ...]) -> None:
     pinned, batch = Both(), torch.ones(2, 4)
     handle = pin_fp32(pinned, [pin])
     # Own lines need not be one graph.

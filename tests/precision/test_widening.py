@@ -1,4 +1,4 @@
-"""Tensors rounded to a narrower format, to the nearest value of it or at random."""
+"""Tensors rounded to a narrower format, to the nearest value or at random."""
 
 import math
 
@@ -11,7 +11,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Magnitudes that are normal numbers of either format."""
+    """Values that are normal numbers in either format."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (4096,), generator=generator) * 2 - 1
     exponents = torch.randint(-8, 9, (4096,), generator=generator)
@@ -20,8 +20,8 @@ def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])
-def test_at_random_each_value_moves_as_far_as_rounding_moves_one(half: torch.dtype, own: torch.dtype) -> None:
-    for exact in (values(own), values().to(half).to(own)):  # one that half holds is moved too
+def test_spread_moves_values_at_random_as_far_as_rounding_does(half: torch.dtype, own: torch.dtype) -> None:
+    for exact in (values(own), values().to(half).to(own)):  # representable values move too
         draws = [spread(exact, half, draw) for draw in range(1, 65)]
         shares = torch.stack(draws).double() / exact.double() - 1.0
         assert {draw.dtype for draw in draws} == {own}
@@ -32,7 +32,7 @@ def test_at_random_each_value_moves_as_far_as_rounding_moves_one(half: torch.dty
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_at_random_a_half_weight_becomes_float32_and_zero_and_whole_numbers_stay(half: torch.dtype) -> None:
+def test_spread_widens_half_weights_and_keeps_zeros_infinities_and_integers(half: torch.dtype) -> None:
     assert spread(values().to(half), half, 1).dtype is torch.float32
     ends = torch.tensor([0.0, -0.0, math.inf, -math.inf])
     assert torch.equal(spread(ends, half, 1), ends)
@@ -41,7 +41,7 @@ def test_at_random_a_half_weight_becomes_float32_and_zero_and_whole_numbers_stay
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_what_the_format_holds_or_cannot_hold_stays(half: torch.dtype) -> None:
+def test_rounded_keeps_representable_out_of_range_and_integer_values(half: torch.dtype) -> None:
     held = values().to(half).float()
     assert torch.equal(rounded(held, half), held)
     limit = torch.finfo(half).max
@@ -52,7 +52,7 @@ def test_what_the_format_holds_or_cannot_hold_stays(half: torch.dtype) -> None:
     assert rounded(whole, half) is whole
 
 
-def test_a_draw_leaves_the_random_state_alone_and_takes_any_shape() -> None:
+def test_spread_leaves_the_random_state_unchanged_and_accepts_any_shape() -> None:
     before = torch.get_rng_state()
     for tensor in (torch.rand(()), torch.rand(0, 3), torch.rand(4, 6).t(), torch.rand(3, 1).expand(3, 5)):
         before = torch.get_rng_state()

@@ -1,10 +1,10 @@
-"""What native AMP promises in "Automatic Mixed Precision examples" of PyTorch's notes.
+"""The promises of native AMP in "Automatic Mixed Precision examples" of PyTorch's notes.
 
-Gradients that are sparse, or differentiated once more; several losses and optimizers; replicas in threads. What has its
-test elsewhere is not repeated: clipping, unscaling, accumulation, the order of all calls, and every loop of the
-examples as a healthy one in tests/zoo_misuse; custom_fwd and custom_bwd, checkpointing, regions, code that says
-``cuda`` in tests/precision/test_code_for_cuda.py; the cache of weights in tests/precision/test_autocast_values.py;
-PyTorch's own tests of its scaler while watched in tests/probes/test_scaling_parity.py.
+This file tests sparse gradients, gradients of gradients, several losses and optimizers, and replicas in threads.
+Elsewhere: clipping, unscaling, accumulation, the order of all calls, and every example loop as a healthy one in
+tests/zoo_misuse; custom_fwd and custom_bwd, checkpointing, regions and code that says ``cuda`` in
+tests/precision/test_code_for_cuda.py; the cache of weights in tests/precision/test_autocast_values.py; PyTorch's own
+scaler tests while watched in tests/probes/test_scaling_parity.py.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ def data():
 
 
 def config_of(folder: Path, code: str, **keys: Any) -> Config:
-    """That of this code, which defines ``Net`` and ``step``, and ``data`` where it is its own."""
+    """The config of code that defines ``Net``, ``step``, and ``data`` if it does not use the default."""
     return written(folder, HEAD + code, **{"model": "Net", "data": "data", "step": "step", **keys})
 
 
 def scanned(folder: Path, code: str, **keys: Any) -> Record:
-    """What a scan says of it."""
+    """The record of a scan of the code."""
     return diagnose(train(config_of(folder, code, **keys)))
 
 
 def nonfinite(step: Step) -> dict[str, tuple[int, int]]:
-    """How many inf and NaN each parameter's gradient has."""
+    """The numbers of inf and NaN in the gradient of each parameter."""
     return {counts.name: (counts.inf, counts.nan) for group in step.groups for counts in group.parameters}
 
 
@@ -89,17 +89,17 @@ def test_a_scan_of_a_sparse_embedding_is_healthy(level: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
-def test_an_overflow_behind_a_sparse_embedding_is_named(level: str, tmp_path: Path) -> None:
+def test_an_overflow_after_a_sparse_embedding_is_named(level: str, tmp_path: Path) -> None:
     record = sparse(tmp_path, level, model=("Net", {"spread": 60000.0}))
     assert record.findings[0].code == "forward-overflow"
     assert record.findings[0].source is not None
     assert record.findings[0].source.function == "forward"
     assert all(step.skipped for step in record.steps)
-    # Rows 1, 3 and 5 of ten were looked up: of the others there is no gradient.
+    # Only the looked-up rows 1, 3 and 5 of ten have a gradient.
     assert sum(nonfinite(record.steps[0])["words.weight"]) <= 3 * 4
 
 
-def test_that_torch_clips_no_sparse_gradients_is_said(tmp_path: Path) -> None:
+def test_clip_grad_norm_with_sparse_gradients_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         WorkloadError, match=r"^train\.clip_grad_norm: torch clips no sparse gradients; leave the key out"
     ):
@@ -107,7 +107,7 @@ def test_that_torch_clips_no_sparse_gradients_is_said(tmp_path: Path) -> None:
 
 
 def trained_sparsely(bad: int | None) -> tuple[Any, list[torch.Tensor]]:
-    """Four steps of SparseAdam beside AdamW; in one of them row 7 overflows. The embedding after each step."""
+    """The record, and the embedding after each of four steps of SparseAdam with AdamW. Row 7 overflows in ``bad``."""
     torch.manual_seed(0)
     words, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
     optimizers = [torch.optim.SparseAdam(words.parameters(), lr=0.01), torch.optim.AdamW(head.parameters(), lr=0.01)]
@@ -140,11 +140,11 @@ def test_sparse_adam_steps_on_unscaled_rows() -> None:
     assert (record.verdict, [step.skipped for step in record.steps]) == ("healthy", [False] * 4)
     moved = [(now != before).any(1).nonzero().flatten().tolist() for before, now in itertools.pairwise(after)]
     assert moved == [[1, 3]] * 4
-    # Adam's first step is the learning rate, whatever the scale was.
+    # Adam's first step has the size of the learning rate at any loss scale.
     torch.testing.assert_close((after[1] - after[0])[[1, 3]].abs(), torch.full((2, 4), 0.01))
 
 
-def test_sparse_adam_is_skipped_on_inf_and_the_row_is_counted() -> None:
+def test_sparse_adam_skips_on_inf_and_the_overflowing_row_is_counted() -> None:
     with cuda_on_cpu():
         record, after = trained_sparsely(bad=2)
     assert [step.skipped for step in record.steps] == [False, False, True, False]
@@ -154,7 +154,7 @@ def test_sparse_adam_is_skipped_on_inf_and_the_row_is_counted() -> None:
 
 
 LOW = {"loss_scale": {"init": 1024.0}}
-"""A scale that these models train at from the first step on."""
+"""A loss scale at which these models train from the first step on."""
 
 PENALTY = """
 class Net(nn.Module):
@@ -174,7 +174,7 @@ def step(model, batch):
 """
 
 
-def test_a_gradient_penalty_that_is_unscaled_by_hand_is_healthy(tmp_path: Path) -> None:
+def test_a_gradient_penalty_unscaled_by_hand_is_healthy(tmp_path: Path) -> None:
     record = scanned(tmp_path, PENALTY.replace("SCALE", "1024.0"), train={"steps": 6}, precision=LOW)
     assert (record.verdict, record.findings) == ("healthy", ())
 
@@ -186,7 +186,7 @@ def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: floa
     record = ampdbg.bisect(tmp_path / "config.yaml")
     finding = record.findings[0]
     assert (finding.code, finding.phase, record.verdict) == ("forward-overflow", "forward", "precision")
-    # No loss scale is in it: it is the very number that the code has multiplied by.
+    # The value contains no loss scale: it is the factor in the code.
     assert finding.evidence["value"] == 3e6
     assert finding.source is not None
     assert finding.source.text.startswith("[scaled] = torch.autograd.grad(out.float().sum()")
@@ -194,9 +194,7 @@ def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: floa
 
 
 @pytest.mark.parametrize(("scale", "starts"), [("3e6", 1), ("300.0", 0)])
-def test_the_ranges_of_a_penaltys_gradient_are_those_of_the_forward_pass(
-    scale: str, starts: int, tmp_path: Path
-) -> None:
+def test_the_range_site_of_a_penalty_gradient_is_in_the_forward_phase(scale: str, starts: int, tmp_path: Path) -> None:
     config_of(tmp_path, PENALTY.replace("SCALE", scale))
     record = ampdbg.ranges(tmp_path / "config.yaml")
     inner = [site for site in record.sites if site.source and "torch.autograd.grad(" in site.source.text]
@@ -210,7 +208,7 @@ def test_the_ranges_of_a_penaltys_gradient_are_those_of_the_forward_pass(
 
 
 def dtypes_in_nested_regions(device: str, *, caches: bool) -> list[torch.dtype]:
-    """Of one weight's products in a region, in one of another dtype inside of it, and in the first again."""
+    """The dtypes of a weight's products in a region, in a nested region of another dtype, and in the first again."""
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4)
     with torch.autocast(device, dtype=torch.float16, cache_enabled=caches):
         first = x @ weight
@@ -219,8 +217,8 @@ def dtypes_in_nested_regions(device: str, *, caches: bool) -> list[torch.dtype]:
         return [first.dtype, second.dtype, (x @ weight).dtype]
 
 
-def test_a_weight_that_an_outer_region_has_cast_is_of_no_use_in_another_dtype() -> None:
-    """CUDA keeps a region's copies for those inside of it, whatever their dtype; so does the CPU's own autocast."""
+def test_a_cached_weight_cast_fails_in_a_nested_region_of_another_dtype() -> None:
+    """CUDA and the CPU's own autocast reuse a region's cached casts in nested regions of any dtype."""
     for emulated, device in ((contextlib.nullcontext, "cpu"), (cuda_on_cpu, "cuda")):
         with emulated(), pytest.raises(RuntimeError, match=r"same dtype.*BFloat16 != c10::Half"):
             dtypes_in_nested_regions(device, caches=True)
@@ -234,9 +232,9 @@ def flat(module: nn.Module) -> torch.Tensor:
 
 
 def two_models(bad: int | None) -> tuple[Record, list[tuple[bool, bool]]]:
-    """Two losses over two models, two optimizers, one scaler; in one step the second loss overflows.
+    """Two losses over two models, two optimizers, one scaler. In step ``bad`` the second loss overflows.
 
-    Returns what was seen, and of each step whether the first and the second model moved.
+    Returns the record, and for each step whether the first and the second model moved.
     """
     torch.manual_seed(0)
     models = nn.ModuleDict({"calm": nn.Linear(4, 4), "steep": nn.Linear(4, 1)})
@@ -297,7 +295,7 @@ def optimizers(model):
 
 
 @pytest.mark.parametrize("gain", [1.0, 60000.0])
-def test_a_scan_names_the_loss_that_overflows_and_the_other_goes_on(gain: float, tmp_path: Path) -> None:
+def test_a_scan_names_the_loss_that_overflows_and_the_other_loss_trains_on(gain: float, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"optimizer": "optimizers", "train": {"steps": 4}}
     record = scanned(
         tmp_path, TWO_LOSSES, model=("Net", {"gain": gain}), precision={"loss_scale": {"init": 1024.0}}, **keys
@@ -314,7 +312,7 @@ def test_a_scan_names_the_loss_that_overflows_and_the_other_goes_on(gain: float,
 
 
 class Noting(nn.Module):
-    """Notes the dtype that each thread's forward pass computes in."""
+    """Records the dtype of the forward pass of each thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,7 +326,7 @@ class Noting(nn.Module):
 
 
 def replica_of(model: Noting) -> Noting:
-    """As ``replicate`` makes them: its weights are no leaves, so that their gradients add up in the model's own."""
+    """As ``replicate`` makes it: its weights are not leaves, so their gradients add up in those of the model."""
     replica = copy.copy(model)
     replica._modules = {"body": copy.deepcopy(model.body)}
     for name, weight in model.body.named_parameters():
@@ -338,9 +336,9 @@ def replica_of(model: Noting) -> Noting:
 
 
 def on_replicas(model: Noting, chunks: list[torch.Tensor]) -> torch.Tensor:
-    """What DataParallel does, without its devices: a replica and a thread for each chunk.
+    """Does what DataParallel does, without its devices: a replica and a thread for each chunk.
 
-    ``replicate`` copies to GPUs alone, and ``parallel_apply`` asks for their streams: neither runs on a CPU. As there,
+    ``replicate`` copies only to GPUs, and ``parallel_apply`` needs their streams: neither runs on a CPU. As there,
     each thread enters autocast if its caller has.
     """
     enabled = torch.is_autocast_enabled("cuda")
@@ -353,7 +351,7 @@ def on_replicas(model: Noting, chunks: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(threads.map(run, [replica_of(model) for _ in chunks], chunks)))
 
 
-def test_replicas_in_threads_compute_in_half_and_their_gradients_add_up_in_float32() -> None:
+def test_replicas_in_threads_compute_in_float16_and_add_gradients_in_float32() -> None:
     torch.manual_seed(0)
     model, chunks = Noting(), list(torch.randn(2, 8, 4))
     alone: list[torch.Tensor] = []
@@ -372,7 +370,7 @@ def test_replicas_in_threads_compute_in_half_and_their_gradients_add_up_in_float
     assert torch.equal(model.body.weight.grad, alone[0] + alone[1])
 
 
-def test_the_state_of_autocast_is_each_threads_own() -> None:
+def test_autocast_does_not_apply_in_a_new_thread() -> None:
     model = Noting()
     with cuda_on_cpu(), torch.autocast("cuda"):
         thread = threading.Thread(target=model, args=(torch.randn(2, 4),))
@@ -384,7 +382,7 @@ def test_the_state_of_autocast_is_each_threads_own() -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 1])
-def test_inf_on_one_replica_skips_the_step_of_all(bad: int | None) -> None:
+def test_an_overflow_on_one_replica_skips_the_step(bad: int | None) -> None:
     torch.manual_seed(0)
     model = Noting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -404,7 +402,7 @@ def test_inf_on_one_replica_skips_the_step_of_all(bad: int | None) -> None:
     assert nonfinite(step).keys() == ({"body.weight", "body.bias"} if bad is not None else set())
 
 
-def test_data_parallel_on_one_device_is_its_module(tmp_path: Path) -> None:
+def test_data_parallel_on_one_device_is_scanned_like_its_module(tmp_path: Path) -> None:
     code = f"{TWO_LOSSES}\ndef build():\n    return nn.DataParallel(Net(60000.0))\n"
     record = scanned(tmp_path, code, model="build", train={"steps": 2})
     assert (record.findings[0].code, record.findings[0].module) == ("forward-overflow", "module")

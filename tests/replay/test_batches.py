@@ -1,4 +1,4 @@
-"""A replay starts with the batch as the step found it: copied in memory, or packed as JSON and tensors without code."""
+"""A replay starts with the batch before its step: copied in memory, or packed as JSON and tensors without code."""
 
 import json
 import math
@@ -47,7 +47,7 @@ Pair = namedtuple("Pair", ["one", "other"])
 
 
 class Tokens(UserDict[str, Any]):
-    """A mapping of a library's own, as tokenizers return it."""
+    """A mapping type of a library, such as tokenizers return."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def described(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_duplicate_does_not_change_with_the_batch(what: str) -> None:
+def test_a_duplicate_does_not_change_with_its_batch(what: str) -> None:
     make, change = CHANGES[what]
     batch = make()
     before, kept = described(batch), duplicate(batch)
@@ -96,7 +96,7 @@ def test_a_duplicate_does_not_change_with_the_batch(what: str) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_replay_starts_with_the_batch_as_the_step_found_it(accumulate: int, tmp_path: Path) -> None:
+def test_every_replay_starts_with_the_batch_before_the_step(accumulate: int, tmp_path: Path) -> None:
     with prepared(written(tmp_path, WORKLOAD, model=LINEAR, data="data", step="step")) as run:
         every = run.workload.batches()
         batches = tuple(next(every) for _ in range(accumulate))
@@ -124,7 +124,7 @@ def step(model, batch):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_micro_batch_beyond_half_is_the_datas_fault_whichever_of_them_it_is(accumulate: int, tmp_path: Path) -> None:
+def test_any_micro_batch_beyond_float16_is_a_data_range_finding(accumulate: int, tmp_path: Path) -> None:
     train_keys, precision = {"steps": 9 // accumulate, "accumulate": accumulate}, {"dtype": "float16"}
     keys = {"model": LINEAR, "data": "data", "step": "step", "precision": precision, "train": train_keys}
     found = diagnose(train(written(tmp_path, OUT_OF_RANGE, **keys))).findings[0]
@@ -145,7 +145,7 @@ def step(model, x):
 
 
 @pytest.mark.parametrize("manner", [Manner("float64"), Manner("float32", rounds_to="float16"), Manner("bfloat16")])
-def test_a_batch_that_needs_gradients_is_a_leaf_in_every_replay(manner: Manner, tmp_path: Path) -> None:
+def test_a_batch_that_requires_grad_is_a_leaf_in_every_replay(manner: Manner, tmp_path: Path) -> None:
     with prepared(written(tmp_path, PENALTY, model=LINEAR, data="data", step="step")) as run:
         (batch,) = batches = (next(run.workload.batches()),)
         snapshot = take_snapshot(run.workload.model, 0, batches)
@@ -156,19 +156,19 @@ def test_a_batch_that_needs_gradients_is_a_leaf_in_every_replay(manner: Manner, 
         assert altered_batch(batch, manner.altered).is_leaf
 
 
-def test_what_two_leaves_share_stays_shared() -> None:
+def test_a_duplicate_keeps_an_object_shared_by_two_keys_shared() -> None:
     rows = [torch.ones(2)]
     kept = duplicate({"one": rows, "other": rows})
     assert kept["one"] is kept["other"] is not rows
 
 
-def test_a_repeated_row_is_copied_once() -> None:
+def test_a_duplicate_stores_an_expanded_row_once() -> None:
     kept = duplicate(torch.ones(1, 2).expand(1000, 2))
     assert kept.shape == (1000, 2)
     assert kept.untyped_storage().nbytes() == 8
 
 
-def test_a_batch_that_leads_to_the_data_set_does_not_carry_it() -> None:
+def test_a_duplicate_shares_values_nested_too_deep_to_copy() -> None:
     rows: Any = torch.zeros(10)
     deep = rows
     for _ in range(OBJECTS_IN_A_BATCH + 1):
@@ -179,7 +179,7 @@ def test_a_batch_that_leads_to_the_data_set_does_not_carry_it() -> None:
     assert kept is rows
 
 
-def test_what_cannot_be_copied_is_shared() -> None:
+def test_a_duplicate_shares_values_that_cannot_be_copied() -> None:
     numbers = (number for number in range(3))
     batch = {"numbers": numbers, "call": len}
     assert duplicate(batch) == batch
@@ -214,14 +214,14 @@ VALUES = st.recursive(
 
 
 def again(value: Any, live: Any = None) -> Any:
-    """The value, through the bytes of a file."""
+    """The value, packed to the bytes of a file and unpacked."""
     packing = Packing("value")
     packed = json.loads(json.dumps(packing.of(value), allow_nan=False))
     return Unpacking(load(save(packing.tensors)), CPU).of(packed, live)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether they are equal, with NaN equal to itself."""
+    """Whether two values are equal, with NaN equal to itself."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
@@ -235,7 +235,7 @@ def same(one: Any, other: Any) -> bool:
 
 @given(VALUES)
 @settings(deadline=None)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_survive_packing(value: Any) -> None:
     assert same(again(value), value)
 
 
@@ -244,7 +244,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)], ids=str)
-def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_survive_packing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).mul(3).to(dtype)
     found = again({"x": [tensor, tensor], "y": tensor.t() if tensor.dim() == 2 else tensor})
     assert found["x"][0] is found["x"][1]
@@ -253,7 +253,7 @@ def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert torch.equal(found["y"], tensor.t() if tensor.dim() == 2 else tensor)
 
 
-def test_infinities_nan_and_gradients_come_back() -> None:
+def test_infinities_nan_and_requires_grad_survive_packing() -> None:
     tensor = torch.tensor([math.inf, -math.inf, math.nan, -0.0], requires_grad=True)
     found = again(tensor)
     assert found.requires_grad
@@ -261,13 +261,13 @@ def test_infinities_nan_and_gradients_come_back() -> None:
     assert found.detach().numpy().tobytes() == tensor.detach().numpy().tobytes()
 
 
-def test_a_name_that_a_model_compares_by_identity_comes_back_as_the_code_has_it() -> None:
-    name = "".join(["conv", "2d"])  # no constant of this code
+def test_an_unpacked_string_is_interned() -> None:
+    name = "".join(["conv", "2d"])  # not an interned constant
     assert again([name])[0] is sys.intern("conv2d")
 
 
 @pytest.mark.parametrize("array", [numpy.arange(6).reshape(2, 3), numpy.float32(0.1), numpy.array([1.5, math.nan])])
-def test_arrays_come_back(array: Any) -> None:
+def test_numpy_arrays_and_scalars_survive_packing(array: Any) -> None:
     found = again([array])[0]
     assert type(found) is type(array)
     assert found.dtype == array.dtype
@@ -276,13 +276,13 @@ def test_arrays_come_back(array: Any) -> None:
 
 @dataclass
 class Batch:
-    """An object of the user's own."""
+    """A user's object."""
 
     x: torch.Tensor
     name: str
 
 
-def test_objects_take_the_captured_values_into_what_is_at_hand() -> None:
+def test_captured_values_are_unpacked_into_the_types_of_the_live_objects() -> None:
     there, here = torch.ones(2), torch.zeros(3)
     for value, live in [
         (Batch(there, "then"), Batch(here, "now")),
@@ -300,7 +300,7 @@ def test_objects_take_the_captured_values_into_what_is_at_hand() -> None:
 
 
 @pytest.mark.parametrize(("value", "live"), [(object(), None), (Batch(torch.ones(1), ""), None), (print, 3)])
-def test_what_is_not_at_hand_is_refused(value: Any, live: Any) -> None:
+def test_unpacking_refuses_an_object_without_a_live_counterpart(value: Any, live: Any) -> None:
     with pytest.raises(PackedError, match="this script has a"):
         again([value], [live])
 
@@ -317,12 +317,12 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("packed", HOSTILE, ids=str)
-def test_what_nobody_packed_is_refused(packed: Any) -> None:
+def test_unpacking_refuses_unknown_or_malicious_data(packed: Any) -> None:
     with pytest.raises(PackedError):
         Unpacking({}, CPU).of(packed)
 
 
-def test_the_random_state_comes_back() -> None:
+def test_the_random_state_survives_packing() -> None:
     before = RandomState.now()
     packing = Packing("value")
     packed = json.loads(json.dumps(packed_random_state(before, packing)))
@@ -347,7 +347,7 @@ def damaged_gauss(packing: Packing, state: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("damage", [damaged_words, damaged_torch, damaged_gauss])
-def test_a_damaged_random_state_is_refused_before_it_is_used(damage: Callable[[Packing, list[Any]], None]) -> None:
+def test_a_damaged_random_state_is_refused_before_its_use(damage: Callable[[Packing, list[Any]], None]) -> None:
     packing = Packing("value")
     packed = json.loads(json.dumps(packed_random_state(RandomState.now(), packing)))
     damage(packing, packed["list"])

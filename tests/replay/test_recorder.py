@@ -1,4 +1,4 @@
-"""A step that was noted while it ran is run again: the same loss and gradients, on what the step was given."""
+"""A recorded step is replayed on the inputs of the step, and gives the same loss and gradients."""
 
 import contextlib
 import copy
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.seams import attached
 from ampdbg.replay import recorder as recorders
-from ampdbg.replay.before import EXAMINED_CALLS as CALLS_LOOKED_AT
-from ampdbg.replay.random_state import SAMPLING_PERIOD, RandomState
+from ampdbg.replay.before import LOOKED_AT as CALLS_LOOKED_AT
+from ampdbg.replay.random_state import LOOKED_AT, RandomState
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState, rewound
 from ampdbg.replay.step import RecordedStep
@@ -55,7 +55,7 @@ LOSSES: dict[str, Callable[[Any], torch.Tensor]] = {
         model(x()).mean() + 0.1 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
     ),
     "tied": lambda model: (model(x()) @ model[3].weight @ model[3].weight.T @ model[3].weight.mT.data.T).mean(),
-    # What the first call gives enters the second as data, as of a generator of old code.
+    # The result of the first call enters the second as data, as from a generator in old code.
     "of a variable": lambda model: (model(x()) @ torch.autograd.Variable(model(x()).data).mT).mean(),
     "by ops": lambda model: torch.ops.aten.mean.default(torch.ops.aten.square(model(x()))),
 }
@@ -158,7 +158,7 @@ def evaluates_before_with_gradients(model: nn.Module, scaler: torch.amp.GradScal
 
 
 def evaluates_within(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """The first prediction is of the model in training, the second of the model as it will be used."""
+    """Predicts first in training mode, then in evaluation mode."""
     first = model(x())
     model.eval()
     second = model(x(2))
@@ -182,7 +182,7 @@ def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 def writes_into_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """A matrix of rotation, which a move that has nothing to do hands on before it is filled in."""
+    """Fills a rotation matrix after a ``to`` that has nothing to move returned the same tensor."""
     output = model(x())
     matrix, weights = torch.zeros(4, 4, 3).to("cpu"), torch.ones(3).to("cpu")
     matrix[..., 1] += 3
@@ -205,7 +205,7 @@ def holds_what_many_calls_gave(model: nn.Module, scaler: torch.amp.GradScaler) -
 
 
 def calls_its_model_over_time(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """A recurrent model whose loop over time, of more than 1,000 calls, is the script's."""
+    """A recurrent model whose loop over time, of more than 1,000 calls, is in the script."""
     hidden = x()
     for _ in range(300):
         output = model(hidden).tanh()
@@ -214,7 +214,7 @@ def calls_its_model_over_time(model: nn.Module, scaler: torch.amp.GradScaler) ->
 
 
 def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
+    """A dice loss whose union adds a matrix product of masks alone, with noise."""
     mask = (torch.arange(12.0) % 2).view(4, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = torch.einsum("nc,nc->c", mask, mask)
@@ -224,7 +224,7 @@ def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 def computes_before_its_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """Camera coordinates, which autocast lowers before the model is called."""
+    """Camera coordinates that autocast lowers before the model call."""
     turned = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         points = x()[:, :2] @ turned.T
@@ -244,7 +244,7 @@ def copies_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 class Policy(nn.Module):
-    """Gives a distribution of a distribution, beside a tensor, in a container."""
+    """Returns a container with a tensor and a distribution of a distribution."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def gives_a_distribution(model: nn.Module, scaler: torch.amp.GradScaler) -> None
 
 
 def in_turns(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
-    """A critic with a penalty steps before the generator fails: the generator's step is the last one."""
+    """A critic with a penalty steps before the generator fails: the last step is the generator's."""
     critic = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     made = model(x()).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(critic(made).sum(), made, create_graph=True)
@@ -284,7 +284,7 @@ def gives_a_pass_up(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Computes its body again in the backward pass, which draws again what it drew."""
+    """Recomputes its body in the backward pass, with the same random draws."""
 
     def __init__(self, body: nn.Module, *, is_reentrant: bool) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def within_ddp(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 class Drawing(nn.Module):
-    """Draws from every generator, those of its own too, and changes attributes."""
+    """Draws from every generator, including its own, and changes attributes."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def reentrant(model: Any, scaler: torch.amp.GradScaler) -> None:
 
 
 class Filling(nn.Module):
-    """Puts what it makes into the dict and the object that it is given, and gives nothing."""
+    """Writes its results into the dict and the object that it gets, and returns nothing."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class Filling(nn.Module):
 
 
 class Reading(nn.Module):
-    """A loss of such a dict and such an object."""
+    """A loss of the dict and the object that :class:`Filling` fills."""
 
     def forward(self, batch: dict[str, torch.Tensor], *, kept: SimpleNamespace) -> torch.Tensor:
         return batch["made"].mean() + kept.square.mean()
@@ -363,7 +363,7 @@ def fills_its_batch(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 
 
 class Noise(torch.autograd.Function):
-    """Its gradient is no derivative, as that of a reversal; it draws."""
+    """Draws, and reverses the gradient, which is not its derivative."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, size: float) -> torch.Tensor:
@@ -383,7 +383,7 @@ REPLAY_ANNOUNCEMENT: dict[str, Loop] = {**LOOPS, **{name: scaled(loss) for name,
 
 
 class Seen(TorchDispatchMode):
-    """Runs every op, as a trace does, and notes it."""
+    """Runs and lists every op, as a trace does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 
 def keeps_casts_without_gradients() -> bool:
-    """Torch 2.6 keeps the casts of a pass without gradients until its region ends: what trains there gets none."""
+    """True in torch 2.6: casts made without gradients stay cached until their region ends, and stop gradients."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer = nn.Linear(1, 1)
         with torch.no_grad():
@@ -416,7 +416,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass
 class NotedCall:
-    """A loop that was noted at a loss scale of 4: the gradients that it has left, and the sum of its losses."""
+    """A loop recorded at a loss scale of 4: its last gradients, and its losses."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -427,8 +427,8 @@ class NotedCall:
     def __post_init__(self) -> None:
         self.recorder = Recorder(about_to_step=self._about_to_step)
 
-    def of(self, loop: Loop) -> "NotedCall":
-        """Runs it."""
+    def of(self, loop: Loop) -> "Noted":
+        """Runs the loop."""
         with self.recorder, attached(self._around):
             loop(self.model, torch.amp.GradScaler("cpu", init_scale=4.0))
         self.gradients = gradients(self.model)
@@ -447,7 +447,7 @@ class NotedCall:
         return self.recorder.step(self.model, self.optimizers, "cpu", scale=4.0)
 
     def again(self) -> RecordedStep:
-        """The whole step, with the model as it was before it."""
+        """The whole step, with the model restored to its state before the step."""
         step, why_not, state = self.step()
         assert step is not None, why_not
         assert step.reach == "whole"
@@ -457,7 +457,7 @@ class NotedCall:
 
 @dataclass
 class Pause:
-    """While it is entered nothing is noted."""
+    """The recorder records nothing while this context is entered."""
 
     is_on: bool = False
 
@@ -475,7 +475,7 @@ PAUSE = Pause()
 
 
 def run(step: RecordedStep, scale: float = 1.0, lowers_to: torch.dtype | None = None) -> float:
-    """Runs it again, up to its gradients: its loss, times the scale."""
+    """Replays the step up to its gradients, and returns its loss times the scale."""
     with contextlib.nullcontext() if lowers_to is None else torch.autocast("cpu", dtype=lowers_to):
         losses = [step.loss(given, scale=scale) * scale for given in step.given]
     for loss in losses:
@@ -489,7 +489,7 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("loop", REPLAY_ANNOUNCEMENT.values(), ids=REPLAY_ANNOUNCEMENT)
-def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop, around: Callable[[], Any]) -> None:
+def test_a_recorded_step_replays_with_the_loss_and_gradients_of_the_step(loop: Loop, around: Callable[[], Any]) -> None:
     if around is AROUND["in half"] and loop in (evaluates_before, reentrant) and keeps_casts_without_gradients():
         pytest.skip("with this torch the step itself lacks gradients that a step alone has")
     with around():
@@ -497,8 +497,8 @@ def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop,
     noted.model.zero_grad()
     noted.model.eval()
     step = noted.again()
-    is_one_pass = loop is several_losses  # and not two, which round otherwise
-    is_lowered = loop in (multiplies_its_own, computes_before_its_model)  # a replay lowers to what the loop does
+    is_one_pass = loop is several_losses  # the replay has one pass instead of two, and rounds differently
+    is_lowered = loop in (multiplies_its_own, computes_before_its_model)  # a replay lowers to the dtype of the loop
     with around():
         total = run(step, 1.0 if loop is without_a_scaler else 4.0, torch.bfloat16 if is_lowered else None)
     assert total == pytest.approx(sum(noted.losses), rel=1e-6 * is_one_pass)
@@ -509,7 +509,7 @@ def test_a_step_run_again_has_the_loss_and_the_gradients_of_the_step(loop: Loop,
 
 
 @pytest.mark.parametrize("loop", REPLAY_ANNOUNCEMENT.values(), ids=REPLAY_ANNOUNCEMENT)
-def test_a_loop_that_is_noted_trains_as_it_does_alone(loop: Loop) -> None:
+def test_a_recorded_loop_trains_as_without_a_recorder(loop: Loop) -> None:
     found, states = [], []
     for is_noted in (False, True):
         model = net()
@@ -535,7 +535,7 @@ CASTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(
+def test_casts_of_the_loop_are_repeated_in_the_format_of_the_replay(
     cast: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     wide = torch.full((4, 3), 1e5)
@@ -550,7 +550,7 @@ def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(
         assert step.loss(step.given[0]).isfinite()
 
 
-def test_a_model_beside_that_computes_its_data_is_a_part_of_a_step_and_holds_nothing_of_it() -> None:
+def test_a_second_model_that_makes_the_data_is_recorded_and_its_input_is_not_kept() -> None:
     beside = nn.Linear(6, 6).to(torch.bfloat16)
     kept: list[weakref.ref[torch.Tensor]] = []
 
@@ -560,7 +560,7 @@ def test_a_model_beside_that_computes_its_data_is_a_part_of_a_step_and_holds_not
         with torch.no_grad():
             encoded = beside(wide.to(torch.bfloat16))
         del wide
-        assert kept[0]() is None  # nothing of it is held when what was cast is gone
+        assert kept[0]() is None  # the recorder does not keep the input of a cast
         scaler.scale(model(encoded.float()).square().mean()).backward()
 
     step = NotedCall(net()).of(loop).again()
@@ -605,7 +605,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 
 
 @pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)
-def test_of_what_cannot_be_run_again_it_is_said_why(loop: Loop, why: str) -> None:
+def test_the_recorder_says_why_a_step_cannot_be_replayed(loop: Loop, why: str) -> None:
     step, why_not, _ = NotedCall(net()).of(loop).step()
     assert step is None
     assert why_not.startswith(why)
@@ -627,7 +627,7 @@ CHANGED = {"Sequential": changes_its_batch, "mul": changes_its_mask, "MSELoss": 
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(what: str) -> None:
+def test_an_input_changed_in_place_is_refused_by_name_and_copied_from_then_on(what: str) -> None:
     model, found, loss_of = net(), list[str](), CHANGED[what]
 
     def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
@@ -650,7 +650,7 @@ def test_what_is_changed_in_place_is_refused_by_name_and_copied_from_then_on(wha
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_function_of_autograds_is_applied_as_before_while_recorders_come_and_go(compiles: bool) -> None:
+def test_autograd_function_apply_works_with_and_after_recorders(compiles: bool) -> None:
     own, value = vars(torch.autograd.Function)["apply"], torch.ones(3, requires_grad=True)
 
     def twice(given: torch.Tensor) -> torch.Tensor:
@@ -667,7 +667,7 @@ def test_a_function_of_autograds_is_applied_as_before_while_recorders_come_and_g
 
 
 @pytest.mark.parametrize("fails", ["", "innermost_line", "is_fx_tracing"])
-def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_the_loop_trains_on_if_the_recorder_is_full_or_fails(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
         for number in range(3):
             plain(model, scaler)
@@ -685,7 +685,7 @@ def test_a_recorder_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytes
 
 
 class Own(TorchFunctionMode):
-    """A mode of the script's own."""
+    """A torch function mode of the script."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
@@ -696,13 +696,13 @@ MODES: dict[str, Callable[[], Any]] = {"of its own": Own, "a device": lambda: to
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("leaves", ["before", "behind", "around"])
-def test_a_mode_of_the_scripts_is_left_at_any_time(leaves: str, mode: Callable[[], Any]) -> None:
+def test_the_script_can_leave_its_torch_function_mode_at_any_time(leaves: str, mode: Callable[[], Any]) -> None:
     call, before, model = nn.Module.__call__, torch._C._len_torch_function_stack(), net()
     with contextlib.ExitStack() as own:
         if leaves == "around":
             own.enter_context(mode())
         with Recorder() as recorder:
-            output = model(x())  # from here on the recorder notes
+            output = model(x())  # the recorder records from here on
             if leaves != "around":
                 own.enter_context(mode())
             loss = (output.square().mean() + model(x()).sum()) * 2
@@ -717,7 +717,7 @@ def test_a_mode_of_the_scripts_is_left_at_any_time(leaves: str, mode: Callable[[
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
-def test_a_default_device_may_be_set_and_taken_back_while_the_recorder_notes() -> None:
+def test_the_default_device_can_be_set_and_reset_while_a_step_is_recorded() -> None:
     before, model = torch._C._len_torch_function_stack(), net()
     with Recorder() as recorder:
         output = model(x())
@@ -732,7 +732,7 @@ def test_a_default_device_may_be_set_and_taken_back_while_the_recorder_notes() -
     assert step is not None, why_not
 
 
-def test_a_running_average_and_a_graph_that_somebody_keeps_lead_to_no_step_of_long_ago() -> None:
+def test_a_running_average_and_kept_graphs_do_not_make_recorded_steps_grow() -> None:
     model, average, kept, calls = net(), torch.zeros(()), list[torch.Tensor](), list[int]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Recorder() as recorder:
@@ -752,7 +752,7 @@ def test_a_running_average_and_a_graph_that_somebody_keeps_lead_to_no_step_of_lo
     assert calls[-2:] == calls[6:8]
 
 
-def test_an_error_of_the_loop_goes_through_and_leaves_nothing_behind() -> None:
+def test_an_error_in_the_loop_is_raised_and_all_patches_of_torch_are_undone() -> None:
     call, backward, before = nn.Module.__call__, torch.Tensor.backward, torch._C._len_torch_function_stack()
     model = net()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Recorder():
@@ -761,7 +761,7 @@ def test_an_error_of_the_loop_goes_through_and_leaves_nothing_behind() -> None:
     assert torch._C._len_torch_function_stack() == before
 
 
-def test_each_thread_has_a_step_of_its_own() -> None:
+def test_each_thread_has_its_own_recorded_step() -> None:
     models, found = [nn.Linear(6, 3), nn.Linear(6, 3)], dict[int, tuple[Any, Any]]()
     barrier = threading.Barrier(2)
 
@@ -790,7 +790,7 @@ def test_each_thread_has_a_step_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("keeps_its_loss", [False, True])
-def test_of_a_step_nothing_is_kept_alive_past_the_next(keeps_its_loss: bool) -> None:
+def test_no_tensor_of_a_step_is_kept_alive_past_the_next_step(keeps_its_loss: bool) -> None:
     model, kept = net(), None
     seen: list[list[weakref.ref[torch.Tensor]]] = []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -805,13 +805,13 @@ def test_of_a_step_nothing_is_kept_alive_past_the_next(keeps_its_loss: bool) -> 
             kept = loss if keeps_its_loss else kept
             del batch, mask, output, loss
             gc.collect()
-            assert seen[-1][2]() is None  # what the model gave is not held at all
+            assert seen[-1][2]() is None  # the recorder never keeps the model's output
         model(x())
         gc.collect()
         assert sum(held() is not None for step in seen for held in step) <= 2
 
 
-def test_a_loop_without_a_backward_pass_holds_no_batch_but_one_or_two() -> None:
+def test_a_loop_without_a_backward_pass_keeps_at_most_two_batches_alive() -> None:
     model, batches = net(), list[weakref.ref[torch.Tensor]]()
     with Recorder():
         for seed in range(200):
@@ -824,7 +824,7 @@ def test_a_loop_without_a_backward_pass_holds_no_batch_but_one_or_two() -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "detached"])
-def test_a_validation_whose_predictions_are_gathered_holds_few_bytes_of_its_batches(
+def test_a_validation_that_gathers_predictions_keeps_few_batches_alive(
     monkeypatch: pytest.MonkeyPatch, grad: bool
 ) -> None:
     monkeypatch.setattr(recorders, "MOST_DATA_BYTES", 10 * x().nbytes)
@@ -837,17 +837,17 @@ def test_a_validation_whose_predictions_are_gathered_holds_few_bytes_of_its_batc
             del batch
         alive = [batch() is not None for batch in batches]
         assert sum(alive) <= 12
-        assert all(alive[-3:])  # as a teacher's, whose results the next loss may need
+        assert all(alive[-3:])  # the next loss may need these results, as with a teacher
         with torch.enable_grad():
             loss = (model(x()) * gathered[-1]).mean() + gathered[0].mean()
             loss.backward()
         step, why_not, _ = recorder.step(model, (), "cpu")
     assert step is not None, why_not
-    assert [call.function is model for call in step.calls.values()].count(True) == 2  # the first result is data by now
+    assert [call.function is model for call in step.calls.values()].count(True) == 2  # the first result became data
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
-def test_the_micro_batches_of_a_large_step_hold_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_too_many_micro_batches_is_too_large_and_keeps_few_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "MOST_STEP_BYTES", 10 * x().nbytes)
     model, batches = net(), list[weakref.ref[torch.Tensor]]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -875,7 +875,7 @@ def test_the_micro_batches_of_a_large_step_hold_few_bytes(monkeypatch: pytest.Mo
         assert torch.equal(step.loss(list(step.given)[-1]), loss)
 
 
-def test_a_cache_that_a_generation_grows_is_held_in_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_grows_in_generation_is_kept_in_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "MOST_DATA_BYTES", 100 * x()[:1].nbytes)
     model, caches = nn.Linear(6, 6), list[weakref.ref[torch.Tensor]]()
     with Recorder(), torch.no_grad():
@@ -886,7 +886,7 @@ def test_a_cache_that_a_generation_grows_is_held_in_few_bytes(monkeypatch: pytes
     assert sum(held.nbytes for one in caches if (held := one()) is not None) <= 3 * cache.nbytes
 
 
-def test_what_is_written_row_by_row_is_given_to_those_that_had_it_before_as_it_was() -> None:
+def test_a_tensor_written_row_by_row_replays_with_its_contents_at_each_call() -> None:
     model, rows = nn.Linear(6, 3), torch.zeros(40, 6)
     with Recorder() as recorder:
         loss = torch.zeros(())
@@ -900,7 +900,7 @@ def test_what_is_written_row_by_row_is_given_to_those_that_had_it_before_as_it_w
 
 
 class Counting(nn.Module):
-    """Computes with a buffer that each of its passes writes, ``how``."""
+    """Computes with a buffer that each forward pass writes. ``how`` says how."""
 
     passes: torch.Tensor
 
@@ -921,7 +921,7 @@ class Counting(nn.Module):
 
 
 def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]) -> Iterator[int]:
-    """Trains, and runs each step again right before its weights change; gives the number of each that is alike."""
+    """Trains, replays each step right before its weights change, and yields the number of each step that is alike."""
     optimizer, alike = torch.optim.SGD(model.parameters(), 1e-3), list[bool]()
     losses: list[torch.Tensor] = []
 
@@ -947,13 +947,13 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "new"])
-def test_buffers_are_those_from_before_the_step_also_long_after_the_first(how: str) -> None:
+def test_a_replay_starts_with_the_buffers_before_its_step_however_late_the_step(how: str) -> None:
     model = Counting(how)
     assert list(trained(model, CALLS_LOOKED_AT + 8, lambda number: model(x(number)))) == [*range(CALLS_LOOKED_AT + 8)]
 
 
 class LateCritic(nn.Module):
-    """A loss whose batch norm, of a discriminator, begins late."""
+    """A loss whose batch norm starts late, as a discriminator's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -964,10 +964,10 @@ class LateCritic(nn.Module):
         return (self.norm(made) if self.calls > 5 else made).square().mean()
 
 
-def test_a_buffer_that_is_written_late_is_held_from_the_second_such_call_on() -> None:
+def test_a_buffer_first_written_late_is_copied_from_the_second_such_call() -> None:
     model, loss = nn.Linear(6, 3), LateCritic()
     optimizer, why_nots = torch.optim.SGD(model.parameters(), 0.1), list[str]()
-    # Asked once, at a call that nothing has been refused of before.
+    # Each recorder is asked once, before it refused anything.
     for asked in (5, 6, 7):
         with Recorder(PAUSE) as recorder:
             for number in range(asked + 1):
@@ -983,7 +983,7 @@ def test_a_buffer_that_is_written_late_is_held_from_the_second_such_call_on() ->
 
 
 class Momentum(nn.Module):
-    """Averages the weights of one layer into another that no optimizer trains, ``how``, and then computes with both."""
+    """Averages one layer's weights into an untrained layer, and computes with both. ``how`` says how it averages."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -1002,7 +1002,7 @@ class Momentum(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["by assignment", "hidden from autograd", "in place"])
-def test_parameters_that_forward_writes_are_refused_by_name_until_they_are_held(how: str) -> None:
+def test_parameters_written_in_forward_are_refused_by_name_until_copied(how: str) -> None:
     model, alike, refused = Momentum(how), list[bool](), list[str]()
     optimizer, losses = torch.optim.SGD(model.trained.parameters(), 0.1), list[torch.Tensor]()
 
@@ -1029,7 +1029,7 @@ def test_parameters_that_forward_writes_are_refused_by_name_until_they_are_held(
 
 
 @pytest.mark.parametrize("between", ["is given up", "leads elsewhere", "is of an evaluation"])
-def test_buffers_are_those_from_before_the_step_also_behind_another_pass(between: str) -> None:
+def test_a_replay_starts_with_the_buffers_before_its_step_after_another_pass(between: str) -> None:
     model, other, kept = Counting("in place"), nn.Linear(1, 1), list[torch.Tensor]()
     critic = torch.optim.SGD(other.parameters(), 1e-3)
 
@@ -1044,22 +1044,22 @@ def test_buffers_are_those_from_before_the_step_also_behind_another_pass(between
     assert list(trained(model, 5, loss_of)) == [*range(5)]
 
 
-def test_a_step_draws_again_what_it_drew_from_every_generator_and_its_model_is_as_before_it() -> None:
+def test_a_replay_repeats_the_draws_of_every_generator_on_the_model_before_the_step() -> None:
     model = Drawing(net())
     assert list(trained(model, 6, lambda number: model(x(number)).mean() + random.random())) == [*range(6)]
 
 
-@pytest.mark.parametrize("draws_from", [0, 3 * SAMPLING_PERIOD, 5 * SAMPLING_PERIOD], ids=["ever", "late", "never"])
-def test_a_model_that_draws_late_draws_again_what_it_drew(draws_from: int) -> None:
+@pytest.mark.parametrize("draws_from", [0, 3 * LOOKED_AT, 5 * LOOKED_AT], ids=["ever", "late", "never"])
+def test_a_replay_repeats_the_draws_of_a_model_that_starts_drawing_late(draws_from: int) -> None:
     model = Drawing(nn.Linear(6, 3))
-    plain, steps = model.body, 5 * SAMPLING_PERIOD
+    plain, steps = model.body, 5 * LOOKED_AT
     random.seed(0)
     alike = list(trained(model, steps, lambda number: (model if number >= draws_from else plain)(x(number)).mean()))
     assert alike[-1] == steps - 1
-    assert len(alike) >= steps - SAMPLING_PERIOD  # it is looked at now and then whether a model draws
+    assert len(alike) >= steps - LOOKED_AT  # the recorder checks only at intervals whether a model draws
 
 
-def test_a_user_s_mode_sees_nothing_of_the_copies() -> None:
+def test_the_dispatch_mode_of_a_user_does_not_see_the_copies_of_the_recorder() -> None:
     def once(model: nn.Module) -> list[str]:
         with Seen() as seen:
             model(x())
@@ -1081,7 +1081,7 @@ class Net(nn.Module):
 
 
 def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.Tensor]:
-    """The modules alone, and the number that is made of what they give."""
+    """The modules alone, and the number that is computed from their outputs."""
     step, why_not, _ = recorder.modules(model, (), "cpu")
     assert step is not None, why_not
     assert step.reach == "modules"
@@ -1089,7 +1089,7 @@ def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.T
         return step, step.loss(step.given[0])
 
 
-def test_of_a_loss_that_is_compiled_the_modules_alone_are_run_again() -> None:
+def test_only_the_modules_of_a_step_with_a_compiled_loss_are_replayed() -> None:
     noted = NotedCall(net()).of(compiles_its_loss)
     assert noted.step()[0] is None
     step, total = modules(noted.recorder, noted.model)
@@ -1097,12 +1097,12 @@ def test_of_a_loss_that_is_compiled_the_modules_alone_are_run_again() -> None:
     assert total.isfinite()
 
 
-def test_a_model_that_is_compiled_by_its_keyword_is_run_again_with_the_loss_that_follows_it() -> None:
+def test_a_model_compiled_by_keyword_is_recorded_as_a_whole_step() -> None:
     step, why_not, _ = NotedCall(net()).of(compiles_its_model).step()
     assert (step is not None, why_not) == (True, "")
 
 
-def test_a_call_that_raised_is_the_end_of_the_pass_and_one_that_was_got_over_is_not_in_it() -> None:
+def test_a_call_that_raises_ends_the_recorded_pass_unless_another_pass_follows() -> None:
     model = Net()
     with Recorder(PAUSE) as recorder:
         with pytest.raises(RuntimeError):
@@ -1116,7 +1116,7 @@ def test_a_call_that_raised_is_the_end_of_the_pass_and_one_that_was_got_over_is_
     assert output["logits"].shape == (4, 3)
 
 
-def test_tensors_of_inference_mode_and_complex_ones_are_no_hindrance() -> None:
+def test_steps_with_inference_mode_inputs_or_complex_outputs_are_replayed() -> None:
     class Waves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1140,7 +1140,7 @@ def test_tensors_of_inference_mode_and_complex_ones_are_no_hindrance() -> None:
 
 
 class Spread(nn.Module):
-    """Gives an object, with a spread of one number."""
+    """Returns an object with a mean and a spread of one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1151,7 +1151,7 @@ class Spread(nn.Module):
         return SimpleNamespace(mean=self.mean(value), spread=self.spread.exp())
 
 
-def test_what_an_object_holds_leads_to_the_next_call_and_is_no_loss() -> None:
+def test_tensors_of_an_output_object_lead_to_the_next_call_and_are_not_a_lost_loss() -> None:
     policy, value = Spread(), nn.Linear(3, 4)
     model = nn.ModuleList([policy, value])
     with Recorder(PAUSE) as recorder:
@@ -1164,7 +1164,7 @@ def test_what_an_object_holds_leads_to_the_next_call_and_is_no_loss() -> None:
     torch.testing.assert_close(both, worth.sum())
 
 
-def test_a_loss_that_is_lost_and_leads_nowhere_is_known_while_the_script_holds_it() -> None:
+def test_a_nonfinite_loss_without_backward_is_known_while_the_script_holds_it() -> None:
     model = net()
     with Recorder(PAUSE) as recorder:
         loss = model(x()).sum() * math.inf
@@ -1177,8 +1177,8 @@ def test_a_loss_that_is_lost_and_leads_nowhere_is_known_while_the_script_holds_i
 
 
 @pytest.mark.parametrize("holds_output", [False, True])
-def test_what_prepares_the_data_of_a_next_step_is_no_step_under_way(holds_output: bool) -> None:
-    """As where a data set calls a transform, whether or not the script holds what its model gave last."""
+def test_a_transform_of_the_next_data_does_not_start_a_step(holds_output: bool) -> None:
+    """As where a data set calls a transform, whether or not the script holds the last output of its model."""
     model, transform, scaler = net(), nn.Flatten(), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
     with Recorder() as recorder:
@@ -1195,7 +1195,7 @@ def test_what_prepares_the_data_of_a_next_step_is_no_step_under_way(holds_output
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_a_loss_that_is_lost_where_nothing_has_gone_backward_is_no_step_that_is_given_up(validates: bool) -> None:
+def test_a_nonfinite_output_of_a_validation_call_is_not_a_lost_loss(validates: bool) -> None:
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
     with Recorder() as recorder:
         for factor in (1.0, math.nan):
@@ -1207,7 +1207,7 @@ def test_a_loss_that_is_lost_where_nothing_has_gone_backward_is_no_step_that_is_
 
 
 class Membrane(nn.Module):
-    """Puts another tensor in the place of its buffer in each call, as spiking layers do."""
+    """Replaces its buffer by a new tensor in each call, as spiking layers do."""
 
     def __init__(self, gain: float) -> None:
         super().__init__()
@@ -1220,7 +1220,7 @@ class Membrane(nn.Module):
 
 
 @pytest.mark.parametrize("gain", [1.0, math.inf])
-def test_a_buffer_that_a_call_replaces_by_one_that_is_not_finite_was_not_so_before(gain: float) -> None:
+def test_a_buffer_replaced_by_a_nonfinite_one_in_a_call_is_named_as_poisoned(gain: float) -> None:
     model = nn.Sequential(Membrane(gain))
     with Recorder() as recorder:
         loss = model(x()).mean()

@@ -1,4 +1,4 @@
-"""Replays leave no trace, change no run whatever a model moves in a pass, run wider than its code asks, and are few."""
+"""Replays are few, leave the run unchanged, whatever a model writes in a pass, and run wider than its code asks for."""
 
 import contextlib
 import gc
@@ -68,7 +68,7 @@ def config(folder: Path, *overrides: str, **keys: Any) -> Config:
 
 
 def state(run: Run) -> list[Any]:
-    """All that a replay could change, bit by bit."""
+    """Everything that a replay could change, for a bitwise comparison."""
     model, [optimizer] = run.workload.model, run.workload.optimizers
     tensors = [(name, id(tensor), tensor.clone()) for name, tensor in model.named_parameters()]
     tensors += [(name, id(tensor), tensor.clone()) for name, tensor in model.named_buffers()]
@@ -119,7 +119,7 @@ RAISES_IN = [None, "torch.float16", "torch.float32", "torch.float64"]
 
 
 @pytest.mark.parametrize("raises_in", slow_but_for([None, "torch.float32"], RAISES_IN))
-def test_a_replay_leaves_no_trace(tmp_path: Path, raises_in: str | None) -> None:
+def test_a_replay_leaves_model_optimizer_and_random_states_unchanged(tmp_path: Path, raises_in: str | None) -> None:
     with prepared(config(tmp_path)) as run:
         snapshot = after_a_step(run)
         before = state(run)
@@ -138,9 +138,7 @@ def test_a_replay_leaves_no_trace(tmp_path: Path, raises_in: str | None) -> None
 
 @pytest.mark.parametrize("collects", [True, False])
 @pytest.mark.parametrize("raises_in", [None, "torch.float32"])
-def test_python_looks_for_cycles_after_a_replay_as_before_it(
-    tmp_path: Path, raises_in: str | None, collects: bool
-) -> None:
+def test_a_replay_leaves_garbage_collection_on_or_off(tmp_path: Path, raises_in: str | None, collects: bool) -> None:
     with prepared(config(tmp_path)) as run:
         snapshot = after_a_step(run)
         run.workload.model.raises_in = raises_in  # type: ignore[assignment]
@@ -154,7 +152,7 @@ def test_python_looks_for_cycles_after_a_replay_as_before_it(
     assert bool(made.replay.error) == bool(raises_in)
 
 
-def test_a_replay_as_it_was_is_the_step_itself(tmp_path: Path) -> None:
+def test_a_replay_in_the_precision_of_the_step_repeats_its_gradients(tmp_path: Path) -> None:
     with prepared(config(tmp_path)) as run:
         snapshot = after_a_step(run)
         gradients = {name: p.grad.clone() for name, p in run.workload.model.named_parameters() if p.grad is not None}
@@ -163,7 +161,7 @@ def test_a_replay_as_it_was_is_the_step_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("why", "is_run"), [("loss", False), ("gradients", True)])
-def test_behind_a_loss_that_is_not_finite_no_backward_pass_is_run(tmp_path: Path, why: Why, is_run: bool) -> None:
+def test_no_backward_pass_is_replayed_to_investigate_a_nonfinite_loss(tmp_path: Path, why: Why, is_run: bool) -> None:
     with prepared(config(tmp_path, factor=1e6)) as run:
         low = investigate(run, after_a_step(run), why, 1024.0, before=(), observer=observing()).low
         assert not math.isfinite(low.loss)
@@ -172,7 +170,7 @@ def test_behind_a_loss_that_is_not_finite_no_backward_pass_is_run(tmp_path: Path
 
 
 @pytest.mark.parametrize("why", ["loss", "gradients", "end"])
-def test_an_interrupt_in_a_replay_leaves_no_trace(tmp_path: Path, why: Why) -> None:
+def test_an_interrupt_in_a_replay_leaves_the_run_unchanged(tmp_path: Path, why: Why) -> None:
     def interrupt(step: int, doing: str) -> None:
         if doing == "FP32":
             raise KeyboardInterrupt
@@ -185,7 +183,7 @@ def test_an_interrupt_in_a_replay_leaves_no_trace(tmp_path: Path, why: Why) -> N
         assert same(state(run), before)
 
 
-def test_the_number_of_replayed_steps_is_bounded(tmp_path: Path) -> None:
+def test_at_most_two_of_forty_failing_steps_are_investigated(tmp_path: Path) -> None:
     said: list[int] = []
     record = train(
         config(tmp_path, "train.steps=40", factor=1e6), observer=observing(replay=lambda step, doing: said.append(step))
@@ -194,7 +192,7 @@ def test_the_number_of_replayed_steps_is_bounded(tmp_path: Path) -> None:
     assert len(said) < 30
 
 
-def test_a_replay_in_fp32_is_wider_than_the_code_asks_for(tmp_path: Path) -> None:
+def test_a_replay_in_a_wider_format_overrides_the_half_casts_of_the_model(tmp_path: Path) -> None:
     with prepared(config(tmp_path, half=True, factor=3e5)) as run:
         snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
         low = replay_step(run, snapshot, Manner("float16", is_lifted=False)).replay
@@ -204,14 +202,14 @@ def test_a_replay_in_fp32_is_wider_than_the_code_asks_for(tmp_path: Path) -> Non
 
 
 class SlowToRestore(random.Random):
-    """A generator of random numbers that takes its time to be put into a state."""
+    """A random number generator whose ``setstate`` is slow."""
 
     def setstate(self, state: Any) -> None:
         time.sleep(0.2)
         super().setstate(state)
 
 
-def test_the_time_of_a_replay_is_that_of_its_passes(tmp_path: Path) -> None:
+def test_the_time_of_a_replay_excludes_the_restoring_of_states(tmp_path: Path) -> None:
     with prepared(config(tmp_path)) as run:
         run.workload.model.register_forward_hook(lambda *args: time.sleep(0.05))
         run.workload.model.generator = SlowToRestore(1)  # type: ignore[assignment]
@@ -222,7 +220,7 @@ def test_the_time_of_a_replay_is_that_of_its_passes(tmp_path: Path) -> None:
         assert seconds >= 0.05
 
 
-def test_lifting_reaches_casts_new_tensors_and_autocast() -> None:
+def test_lifted_widens_casts_new_tensors_and_autocast() -> None:
     linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     with lifted("float32"), torch.autocast("cpu", dtype=torch.bfloat16):
         made = [x.half(), x.to(torch.bfloat16), torch.zeros(2, dtype=torch.half), linear(x), x.double()]
@@ -234,7 +232,7 @@ def test_lifting_reaches_casts_new_tensors_and_autocast() -> None:
     assert torch.zeros(2).dtype is torch.float32
 
 
-def test_lifting_is_undone_when_the_code_raises() -> None:
+def test_lifted_is_undone_if_the_code_raises() -> None:
     with pytest.raises(ZeroDivisionError), lifted("float64"):
         raise ZeroDivisionError
     assert torch.zeros(1).dtype is torch.float32
@@ -412,7 +410,7 @@ MODELS: list[Any] = ["Drawing", "Momentum", "Counter", "Bank", "Queue", "Recurre
 MODELS += [("Momentum", {"by_data": True}), ("Recurrent", {"detached": False})]
 
 OUTSIDE = ["Numbers", "AGlobalMean", "AMeanOfAnObject"]
-"""What they move is no part of the model: a replay begins with what the step has left, and puts that back."""
+"""Models that write state outside themselves: a replay starts with that state after the step, and restores it."""
 
 
 MSE = {"loss": "torch.nn.functional:mse_loss"}
@@ -424,7 +422,7 @@ def moving(folder: Path, model: Any, bad: float = 6e4, of: dict[str, str] | None
 
 
 def trained(checked: Config, replays: int) -> tuple[Record, dict[str, Any]]:
-    """The record, and all that the model holds at the end."""
+    """The record, and the final state of the model."""
     runs: list[Run] = []
 
     @contextlib.contextmanager
@@ -454,7 +452,7 @@ def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: Any, tmp_pa
 
 
 @pytest.mark.parametrize("of", [{"loss": "Centred"}, {"step": "step"}], ids=str)
-def test_what_a_loss_or_a_step_keeps_beside_the_model_is_put_back(of: dict[str, str], tmp_path: Path) -> None:
+def test_replays_do_not_change_a_run_whose_loss_or_step_holds_state(of: dict[str, str], tmp_path: Path) -> None:
     _, without = trained(moving(tmp_path, "Net", of=of), 0)
     record, with_replays = trained(moving(tmp_path, "Net", of=of), 2)
     assert record.investigations
@@ -462,7 +460,7 @@ def test_what_a_loss_or_a_step_keeps_beside_the_model_is_put_back(of: dict[str, 
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_a_replay_of_what_moves_in_a_pass_is_the_step_itself(model: Any, tmp_path: Path) -> None:
+def test_a_replay_repeats_the_loss_of_a_model_that_changes_itself_in_forward(model: Any, tmp_path: Path) -> None:
     with prepared(moving(tmp_path, model, bad=1.0)) as run:
         batches, [optimizer] = run.workload.batches(), run.workload.optimizers
         for number in range(3):
@@ -475,14 +473,14 @@ def test_a_replay_of_what_moves_in_a_pass_is_the_step_itself(model: Any, tmp_pat
         ended = held_by(run.workload.model)
         replays = [replay_step(run, snapshot, Manner("float16", is_lifted=False)).replay for _ in range(2)]
         assert [replay.error for replay in replays] == ["", ""]
-        if "Momentum" not in model:  # its weights are those of now
+        if "Momentum" not in model:  # it replays with its current weights
             assert [replay.loss for replay in replays] == [float(loss.detach())] * 2
         assert replay_step(run, snapshot, Manner("float64")).replay.error == ""
         assert all(map(same, ended.values(), held_by(run.workload.model).values()))
 
 
 @pytest.mark.slow
-def test_a_recurrent_model_is_not_blamed_for_data_beyond_half(tmp_path: Path) -> None:
+def test_a_recurrent_model_is_not_blamed_for_data_beyond_float16(tmp_path: Path) -> None:
     record = diagnose(train(moving(tmp_path, "Recurrent")))
     assert (record.findings[0].code, record.findings[0].step) == ("data-range", 5)
 
@@ -510,7 +508,7 @@ def loss(output, target):
 """
 
 
-def test_a_bright_pixel_of_a_picture_of_sixteen_bits_is_data_beyond_half(tmp_path: Path) -> None:
+def test_a_bright_pixel_of_a_uint16_image_is_a_data_range_finding(tmp_path: Path) -> None:
     checked = written(tmp_path, PICTURES, "train.steps=4", model=("Net", {}), data="data", loss="loss")
     (found,) = diagnose(train(checked)).findings
     assert (found.code, found.step) == ("data-range", 2)
@@ -518,7 +516,7 @@ def test_a_bright_pixel_of_a_picture_of_sixteen_bits_is_data_beyond_half(tmp_pat
 
 
 @pytest.mark.slow
-def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path: Path) -> None:
+def test_steps_after_a_nan_batch_poisoned_the_model_are_not_investigated(tmp_path: Path) -> None:
     record = diagnose(train(moving(tmp_path, "Bank", math.nan)))
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
     assert [made.step for made in record.investigations] == [5]
@@ -526,7 +524,7 @@ def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path
     assert record.findings[1].message.startswith("the loss is NaN at step 6")
 
 
-def test_what_replays_move_on_for_good_is_said_where_there_are_any(tmp_path: Path) -> None:
+def test_an_iterator_in_the_model_is_noted_only_if_the_run_replays_steps(tmp_path: Path) -> None:
     checked = moving(tmp_path, "Ticking")
     note = "the model holds an iterator, 'ticks', which every replay advances"
     assert note in train(checked).unseen.notes
@@ -557,7 +555,7 @@ def step(model, batch):
 
 
 @pytest.mark.parametrize(("of", "moves"), [("weight", True), ("batch", False), ("buffer", False)])
-def test_the_noise_floor_rounds_weights_alone(of: str, moves: bool, tmp_path: Path) -> None:
+def test_the_noise_floor_rounds_weights_but_not_batches_or_buffers(of: str, moves: bool, tmp_path: Path) -> None:
     with prepared(written(tmp_path, ROUNDED, model=("Net", {"of": of}), data="data", step="step")) as run:
         snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
         exact = replay_step(run, snapshot, Manner("float32")).replay.loss

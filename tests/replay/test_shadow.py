@@ -1,4 +1,4 @@
-"""The wide shadow of a whole step: five overflows at once, the windows of gradients, and nothing left behind."""
+"""The wide shadow pass of a whole step: five overflows at once, the loss scale windows of gradients, and no trace."""
 
 import contextlib
 import copy
@@ -73,7 +73,7 @@ def starts(sites: tuple[Site, ...]) -> list[tuple[str, str, int]]:
     ]
 
 
-def test_five_overflows_at_five_depths_are_five_producers(tmp_path: Path) -> None:
+def test_five_overflows_at_five_depths_are_five_overflow_sites(tmp_path: Path) -> None:
     record = profile(tmp_path)
     forward = tuple(site for site in record.sites if site.phase == "forward")
     assert starts(forward) == [(str(index), "aten.mul.Tensor", OVERFLOWING_LINE) for index in range(0, 10, 2)]
@@ -81,7 +81,7 @@ def test_five_overflows_at_five_depths_are_five_producers(tmp_path: Path) -> Non
     assert {site.dtype for site in record.sites} == {"float16"}
 
 
-def test_a_shadow_changes_nothing(tmp_path: Path) -> None:
+def test_a_shadow_pass_leaves_model_optimizer_and_random_states_unchanged(tmp_path: Path) -> None:
     with first_step(tmp_path) as (run, snapshot):
         model, [optimizer] = run.workload.model, run.workload.optimizers
         sum(run.workload.losses(snapshot.batches[0]).values(), torch.tensor(0.0)).backward()
@@ -100,7 +100,7 @@ def test_a_shadow_changes_nothing(tmp_path: Path) -> None:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_same_seed_gives_the_same_record_but_for_times(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_record_except_for_times(tmp_path: Path) -> None:
     def stripped(record: Record) -> str:
         lines = to_json(record).splitlines()
         return "\n".join(line for line in lines if '"created"' not in line and '"elapsed"' not in line)
@@ -110,7 +110,7 @@ def test_the_same_seed_gives_the_same_record_but_for_times(tmp_path: Path) -> No
     assert first != stripped(profile(tmp_path, "train.steps=3", "train.seed=1"))
 
 
-def test_the_nth_step_is_measured_after_the_others_were_trained(tmp_path: Path) -> None:
+def test_the_last_planned_step_is_measured_after_the_others_are_trained(tmp_path: Path) -> None:
     record = profile(tmp_path, "train.steps=3")
     assert [step.step for step in record.steps] == [0, 1]
     assert record.planned_steps == 3
@@ -139,23 +139,23 @@ def weight_gradient(ranges: tuple[RangeSeen, ...]) -> Site:
     return site
 
 
-def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
+def test_the_loss_scale_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
     with first_step(tmp_path, PRODUCT) as (run, snapshot):
         site = weight_gradient(shadow_step(run, snapshot).ranges)
-    # Every element is 2**-16: kept from 2**-25 on, that is times 2**-9; below 65520 up to 2**15, times 2**31.
+    # Every element is 2**-16. Float16 keeps 2**-25 (a scale of 2**-9) to 2**15, the last below 65520 (2**31).
     assert site.abs_max == 2.0**-16
     assert (site.scale_floor, site.scale_ceiling) == (2.0**-9, 2.0**31)
     assert (site.lowest_exponent, site.exponents) == (-16, (4,))
 
 
-def test_micro_batches_share_the_loss(tmp_path: Path) -> None:
+def test_a_micro_batch_contributes_its_share_of_the_loss(tmp_path: Path) -> None:
     with first_step(tmp_path, PRODUCT) as (run, snapshot):
         twice = Snapshot(0, snapshot.batches * 2, snapshot.data * 2, snapshot.random_state, snapshot.state)
         site = weight_gradient(shadow_step(run, twice).ranges)
     assert (site.abs_max, site.calls) == (2.0**-17, 2)
 
 
-def test_a_pinned_module_has_no_sites_of_its_own(tmp_path: Path) -> None:
+def test_no_overflow_starts_in_a_pinned_module(tmp_path: Path) -> None:
     record = profile(tmp_path, precision={"pins": ["2"]})
     modules = [module for module, _, _ in starts(record.sites)]
     assert "2" not in modules
@@ -163,7 +163,7 @@ def test_a_pinned_module_has_no_sites_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", [{"level": "O0"}, {"dtype": "bfloat16"}, {"loss_scale": 8}], ids=str)
-def test_the_profile_is_that_of_fp16_whatever_the_run_is_in(tmp_path: Path, precision: dict[str, Any]) -> None:
+def test_the_range_profile_is_that_of_float16_in_every_precision(tmp_path: Path, precision: dict[str, Any]) -> None:
     sites = profile(tmp_path, precision=precision).sites
     assert {site.dtype for site in sites} == {
         str(precision.get("dtype", "float32" if "level" in precision else "float16"))
@@ -172,7 +172,7 @@ def test_the_profile_is_that_of_fp16_whatever_the_run_is_in(tmp_path: Path, prec
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_bfloat16_run_is_tried_in_the_very_fp16_that_an_fp16_run_has(tmp_path: Path, level: str) -> None:
+def test_a_bfloat16_run_is_checked_in_the_same_float16_as_a_float16_run(tmp_path: Path, level: str) -> None:
     code = FIVE.replace("h * 300.0", "h * 30.0")
     half, wide = (
         profile(tmp_path, code=code, precision={"dtype": dtype, "level": level}) for dtype in ("float16", "bfloat16")
@@ -182,20 +182,20 @@ def test_a_bfloat16_run_is_tried_in_the_very_fp16_that_an_fp16_run_has(tmp_path:
     assert wide.checks[1].loss != wide.checks[0].loss
 
 
-def test_code_that_cannot_do_bfloat16_is_told_where_it_comes_from(tmp_path: Path) -> None:
+def test_the_error_of_code_that_cannot_run_in_bfloat16_names_bfloat16(tmp_path: Path) -> None:
     code = FIVE.replace("return model(batch).square().mean()", "return model[0].inner(batch).detach().numpy()")
     with pytest.raises(UserCodeError, match="runs this step in bfloat16"):
         profile(tmp_path, code=code)
 
 
-def test_an_error_that_autocast_causes_is_in_the_record(tmp_path: Path) -> None:
+def test_an_error_caused_by_autocast_is_in_the_record(tmp_path: Path) -> None:
     code = FIVE.replace("model(batch).square().mean()", "nn.BCELoss()(model(batch).sigmoid(), batch.sigmoid())")
     record = profile(tmp_path, code=code)
     assert record.autocast_error is not None
     assert record.autocast_error.code == "misuse-bce"
 
 
-def test_what_could_not_be_seen_is_said(tmp_path: Path) -> None:
+def test_unused_parameters_and_scripted_or_compiled_modules_are_listed(tmp_path: Path) -> None:
     code = FIVE.replace("return nn.Sequential(*", "return nn.Sequential(torch.jit.script(nn.Linear(8, 8)), *")
     with first_step(tmp_path, code) as (run, snapshot):
         unused = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Whatever a forward pass writes into what a model holds is put back: the very same objects with the same contents."""
+"""Whatever a forward pass writes into a model is undone: the model holds the same objects with the same contents."""
 
 import io
 import random
@@ -133,7 +133,7 @@ CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 def described(value: Any, met: dict[int, Any]) -> Any:
-    """Identities and contents, all the way down; ``met`` are the values that were entered, kept alive."""
+    """Identities and contents, at every depth. ``met`` keeps the visited values alive."""
     contents = next((contents for kind, contents in CONTENTS if isinstance(value, kind)), None)
     if contents is not None:
         return id(value), contents(value)
@@ -149,7 +149,7 @@ def described(value: Any, met: dict[int, Any]) -> Any:
 
 
 @pytest.mark.parametrize("what", WRITES)
-def test_what_a_forward_pass_writes_is_restored(what: str) -> None:
+def test_restored_undoes_each_kind_of_write_to_a_model(what: str) -> None:
     net = Net()
     net.linear(torch.ones(1, 2)).sum().backward()
     before, other = described(net, {}), None
@@ -165,7 +165,7 @@ def fails(net: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_it_is_restored_when_the_code_raises() -> None:
+def test_restored_restores_the_model_if_the_code_raises() -> None:
     net = Net()
     before = described(net, {})
     with pytest.raises(ZeroDivisionError), restored(net):
@@ -173,7 +173,7 @@ def test_it_is_restored_when_the_code_raises() -> None:
     assert described(net, {}) == before
 
 
-def test_what_cannot_be_copied_is_left_alone_and_the_rest_restored() -> None:
+def test_values_that_cannot_be_copied_are_left_alone_and_the_rest_is_restored() -> None:
     class Stubborn(torch.Tensor):
         def clone(self) -> torch.Tensor:  # type: ignore[override]
             raise RuntimeError("not me")
@@ -188,7 +188,7 @@ def test_what_cannot_be_copied_is_left_alone_and_the_rest_restored() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_nested_tensor_is_left_alone_and_its_model_replayed() -> None:
+def test_a_model_that_holds_a_nested_tensor_is_restored() -> None:
     net: Any = Net()
     net.nested = nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     saved = ModelState.now(net)
@@ -199,7 +199,7 @@ def test_a_nested_tensor_is_left_alone_and_its_model_replayed() -> None:
     assert net.count == 1000
 
 
-def test_an_iterator_is_noted() -> None:
+def test_notes_on_names_each_iterator_that_a_module_holds() -> None:
     net: Any = Net()
     net.linear.ticks, net.draws = iter([1]), (number for number in [1])
     assert notes_on(net) == (
@@ -208,7 +208,7 @@ def test_an_iterator_is_noted() -> None:
     )
 
 
-def test_of_an_object_nothing_large_is_copied_and_no_other_object_looked_at() -> None:
+def test_large_tensors_long_lists_and_objects_inside_an_object_are_not_walked() -> None:
     net: Any = Net()
     before = len(tensors_in(net))
     net.state.large = torch.empty(LARGEST + 1, dtype=torch.uint8)
@@ -217,7 +217,7 @@ def test_of_an_object_nothing_large_is_copied_and_no_other_object_looked_at() ->
     assert len(tensors_in(net)) == before
 
 
-def test_every_tensor_is_found_once() -> None:
+def test_tensors_in_finds_every_tensor_of_a_model_once() -> None:
     net: Any = Net()
     found = tensors_in(net)
     assert len(found) == len({id(tensor) for tensor in found})
@@ -233,7 +233,7 @@ class Looked(dict[str, int]):
     __getattr__ = dict.__getitem__
 
 
-def test_a_dict_that_raises_for_an_attribute_which_it_has_not_stops_no_replay() -> None:
+def test_a_dict_that_raises_keyerror_for_a_missing_attribute_is_restored_and_copied() -> None:
     model: Any = torch.nn.Linear(1, 1)
     model.sizes = Looked(width=1)
     with restored(model, batches=[Looked(x=1)]):
@@ -241,11 +241,11 @@ def test_a_dict_that_raises_for_an_attribute_which_it_has_not_stops_no_replay() 
     assert duplicate(Looked(x=1)) == {"x": 1}
 
 
-# A replay starts with what its step found, in the model of the run or in one that was built anew
+# A replay starts with the state before its step, in the model of the run or in a newly built one
 
 
 def moved(net: Any) -> list[float]:
-    """Changes what plain attributes hold, as a forward pass would; returns the random numbers that were drawn."""
+    """Changes plain attributes, as a forward pass would, and returns the drawn random numbers."""
     net.count += 1
     net.previous = net.previous + 1
     net.bank.add_(1)
@@ -263,14 +263,14 @@ def values(net: Any) -> list[Any]:
 
 
 def after_two_steps(net: Any) -> ModelState:
-    """The attributes before the third step, taken at each as a run takes them."""
+    """The attributes before the third step."""
     for _ in range(2):
         moved(net)
     del net.made
     return ModelState.now(net)
 
 
-def test_every_replay_starts_with_what_the_step_found() -> None:
+def test_every_replay_starts_with_the_attributes_before_the_step() -> None:
     net = Net()
     saved, found = after_two_steps(net), values(net)
     drawn, ended = moved(net), values(net)
@@ -282,7 +282,7 @@ def test_every_replay_starts_with_what_the_step_found() -> None:
         assert values(net) == ended
 
 
-def test_an_object_that_the_model_holds_starts_with_what_the_step_found_too() -> None:
+def test_a_replay_starts_with_the_objects_of_the_model_before_the_step() -> None:
     net: Any = Net()
     saved = ModelState.now(net)
     net.state.count = 5
@@ -294,7 +294,7 @@ def test_an_object_that_the_model_holds_starts_with_what_the_step_found_too() ->
     assert (net.state.count, net.state.seen[0].tolist()) == (5, [1, 1])
 
 
-def test_what_was_added_to_the_model_since_stays_and_its_weights_are_those_of_now() -> None:
+def test_a_replay_keeps_modules_added_since_the_step_and_the_current_weights() -> None:
     net: Any = Net()
     saved = ModelState.now(net)
     net.late = torch.nn.Linear(2, 2)
@@ -305,7 +305,7 @@ def test_what_was_added_to_the_model_since_stays_and_its_weights_are_those_of_no
         assert net.linear.weight.tolist() == [[3, 3]] * 2
 
 
-def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
+def test_a_saved_model_state_does_not_change_with_the_run() -> None:
     net = Net()
     saved, found = after_two_steps(net), values(net)
     net.bank[0] = 7
@@ -316,7 +316,7 @@ def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
         assert values(net) == found
 
 
-def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_own() -> None:
+def test_a_packed_state_restores_a_newly_built_model_and_keeps_its_own_attributes() -> None:
     net, other = Net(), Net()
     saved, found = after_two_steps(net), values(net)
     file = io.BytesIO()
@@ -339,7 +339,7 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
             assert other.linear.weight.grad is not None
 
 
-def test_a_tensor_is_written_into_where_it_is_still_the_one_that_the_step_found() -> None:
+def test_a_restored_tensor_stays_the_same_object_and_gets_its_old_contents() -> None:
     net = Net()
     saved = after_two_steps(net)
     mask, bank, transposed = net.mask, net.bank, net.transposed
@@ -355,7 +355,7 @@ def test_a_tensor_is_written_into_where_it_is_still_the_one_that_the_step_found(
     assert net.mask is mask
 
 
-def test_what_two_attributes_share_stays_shared() -> None:
+def test_an_object_shared_by_two_attributes_stays_shared() -> None:
     net: Any = torch.nn.Module()
     net.one = [torch.zeros(1)]
     net.two = {"same": net.one, "inner": net.one[0]}
@@ -367,7 +367,7 @@ def test_what_two_attributes_share_stays_shared() -> None:
         assert net.two["inner"] is net.one[0]
 
 
-def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
+def test_a_replay_keeps_requires_grad_of_tensor_attributes() -> None:
     net: Any = torch.nn.Module()
     net.prompt = torch.zeros(2, requires_grad=True)
     saved = ModelState.now(net)
@@ -377,7 +377,7 @@ def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
     assert net.prompt.grad is None
 
 
-def test_what_a_step_has_spoilt_is_counted_and_no_mask() -> None:
+def test_nonfinite_tensors_of_a_model_are_counted_but_masks_are_not() -> None:
     net: Any = torch.nn.Module()
     net.inner = torch.nn.Module()
     net.bank, net.inner.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]

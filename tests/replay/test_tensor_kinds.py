@@ -1,4 +1,4 @@
-"""Whatever kind of tensor a model or a batch holds, a run is scanned, measured and searched: no kind stops a replay."""
+"""A run is scanned, measured and searched with every kind of tensor in its model or batch: no kind stops a replay."""
 
 from pathlib import Path
 
@@ -113,7 +113,7 @@ KINDS = (
 ).split(",") + ["float4"] * hasattr(torch, "float4_e2m1fn_x2")  # which torch 2.6 does not have
 
 IN_NO_BATCH = ("meta", "emptied")
-"""There is nothing to train on: torch itself refuses to move such a batch to a device."""
+"""Kinds that no batch can hold: torch refuses to move such a batch to a device."""
 
 CASES = {place: [kind for kind in KINDS if place != "batch" or kind not in IN_NO_BATCH] for place in PLACES}
 TOGETHER = [pytest.param("everywhere", KINDS, id="every kind in every place")]
@@ -134,7 +134,7 @@ def config(folder: Path, kinds: list[str], factor: float, place: str) -> Config:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("place", "kinds"), TOGETHER + ALONE)
-def test_no_kind_of_tensor_stops_a_command(place: str, kinds: list[str], tmp_path: Path) -> None:
+def test_scan_ranges_and_bisect_work_with_every_kind_of_tensor(place: str, kinds: list[str], tmp_path: Path) -> None:
     healthy = config(tmp_path, kinds, HEALTHY, place)
     record = diagnose(train(healthy))
     assert record.verdict == "healthy"

@@ -1,4 +1,4 @@
-"""Runs that go on from a training checkpoint: bit by bit as if they had never been interrupted."""
+"""Runs that continue from a training checkpoint match an uninterrupted run bit by bit."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def config(folder: Path, *overrides: str, **keys: Any) -> Any:
 
 
 def checkpoint_after(checked: Any, steps: int) -> dict[str, Any]:
-    """What a script would have saved that trains as the config says."""
+    """The checkpoint of a script that trained as the config says."""
     with prepared(checked) as run:
         scaler, every = run.scaler(), batches_of_steps(run)
         with watch(run.workload.model, run.workload.optimizers) as watcher:
@@ -99,7 +99,7 @@ def numbers(steps: tuple[Step, ...]) -> list[tuple[float, float, float | None, b
     return [(step.loss, step.scale, step.grad_norm, step.skipped) for step in steps]
 
 
-# The scale grows every third step, and is skipped at 2**17.
+# The scale grows every third step, and a step at 2**17 is skipped.
 SCALE = {"loss_scale": {"init": 65536, "growth_interval": 3}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "AdamW": {"precision": SCALE},
@@ -115,7 +115,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, VARIANTS))
-def test_what_goes_on_from_a_checkpoint_is_bit_by_bit_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+def test_a_run_continued_from_a_checkpoint_equals_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     whole = config(tmp_path, **VARIANTS[name])
     torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")
     uninterrupted = train(whole, replays=0)
@@ -126,7 +126,7 @@ def test_what_goes_on_from_a_checkpoint_is_bit_by_bit_the_uninterrupted_run(name
     assert numbers(anew.steps) != numbers(continued.steps)
 
 
-def test_the_files_of_a_checkpoint_may_be_several(tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_of_several_files(tmp_path: Path) -> None:
     whole = config(tmp_path, **VARIANTS["a scheduler"])
     content = checkpoint_after(whole, BEFORE)
     torch.save(content["model"], tmp_path / "pytorch_model.bin.pt")
@@ -139,7 +139,7 @@ def test_the_files_of_a_checkpoint_may_be_several(tmp_path: Path) -> None:
     assert numbers(continued.steps) == numbers(train(whole, replays=0).steps[BEFORE:])
 
 
-def test_an_fp32_twin_goes_on_from_it_too(tmp_path: Path) -> None:
+def test_an_fp32_twin_continues_from_a_checkpoint(tmp_path: Path) -> None:
     fp32 = {"precision": {"level": "O0"}, "scheduler": "warming"}
     whole = config(tmp_path, **fp32)
     torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")
@@ -147,7 +147,7 @@ def test_an_fp32_twin_goes_on_from_it_too(tmp_path: Path) -> None:
     assert fp32_losses(config(tmp_path, *rest, **fp32)) == fp32_losses(whole)[BEFORE:]
 
 
-# What only shows with a state that is warm
+# Failures that need the optimizer or scaler state of the checkpoint
 
 
 def scanned(folder: Path, *overrides: str, **keys: Any) -> Record:
@@ -158,8 +158,8 @@ LINE = {"model": "Line", "data": "ones"}
 GROUP = {"lr": 1.0, "momentum": 0.99, "dampening": 0, "weight_decay": 0, "nesterov": False, "params": [0]}
 
 
-def test_a_collapse_that_only_a_warm_momentum_makes_is_found(tmp_path: Path) -> None:
-    # The momentum carries the weight from 1 to 3 within two steps: 30,000 times it is beyond FP16.
+def test_an_overflow_that_needs_the_momentum_of_the_checkpoint_is_found(tmp_path: Path) -> None:
+    # The momentum moves the weight from 1 to 3 within two steps, and 30,000 times 3 is beyond FP16.
     state = {"state": {0: {"momentum_buffer": torch.full((4,), -1.0)}}, "param_groups": [GROUP]}
     torch.save({"model": {"weight": torch.ones(4)}, "optimizer": state}, tmp_path / "run.pt")
     sgd = ("torch.optim:SGD", {"lr": 1.0, "momentum": 0.99})
@@ -170,7 +170,7 @@ def test_a_collapse_that_only_a_warm_momentum_makes_is_found(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_scale_that_had_collapsed_goes_on_as_low_as_it_was(tmp_path: Path) -> None:
+def test_a_collapsed_loss_scale_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8).state_dict()
     torch.save({"model": {"weight": torch.ones(4)}, "scaler": scaler}, tmp_path / "run.pt")
     keys = {**LINE, "loss": None, "step": "faint", "train": {"device": "cpu", "steps": 6}}
@@ -193,7 +193,7 @@ def data():
 
 
 @pytest.mark.slow
-def test_a_patch_is_proven_where_only_the_warm_momentum_leads_to_the_failing_step(tmp_path: Path) -> None:
+def test_a_patch_is_proven_if_the_failing_step_needs_the_checkpoint_momentum(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"model": ("Net", {"gain": 1.0}), "data": "data"}
     keys["loss"], keys["train"] = "torch.nn.functional:cross_entropy", {"steps": 30, "device": "cpu"}
     keys["optimizer"] = ("torch.optim:SGD", {"lr": 1e-4, "momentum": 0.9})

@@ -1,4 +1,4 @@
-"""The training loop on small real workloads: what is seen, and that nothing is changed."""
+"""The training loop on small real workloads: what it records, and that it changes nothing."""
 
 import math
 import random
@@ -192,7 +192,7 @@ def step_function(name: str) -> dict[str, Any]:
     return {"loss": None, "step": name}
 
 
-def test_a_healthy_run(tmp_path: Path) -> None:
+def test_a_healthy_run_is_recorded_step_by_step_with_its_unused_modules(tmp_path: Path) -> None:
     seen: list[Step] = []
     record = run(tmp_path, observer=observing(step=seen.append), train={"steps": 12})
     assert record.verdict == "healthy"
@@ -211,7 +211,7 @@ def test_a_healthy_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path: Path) -> None:
+def test_a_wholly_scripted_model_is_treated_as_one_module(level: str, tmp_path: Path) -> None:
     precision = {"level": level, "dtype": "bfloat16"}
     whole = run(tmp_path, model="scripted", precision=precision, train={"steps": 2})
     assert (whole.error, len(whole.steps)) == ("", 2)
@@ -221,7 +221,7 @@ def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path:
     assert [(finding.code, finding.module) for finding in bad.findings[:1]] == [("forward-overflow", "")]
 
 
-def test_the_random_state_of_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_run_leaves_the_random_state_of_the_process_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(5)
     random.seed(5)
     expected = (torch.rand(1), random.random())
@@ -242,7 +242,7 @@ SCALES: dict[str, tuple[dict[str, Any], list[float]]] = {
 
 
 @pytest.mark.parametrize("what", slow_but_for(["O0", "bfloat16"], SCALES))
-def test_a_loss_scale_is_there_where_it_is_needed_and_grows_as_it_was_told(what: str, tmp_path: Path) -> None:
+def test_the_loss_scale_of_each_precision_follows_the_config(what: str, tmp_path: Path) -> None:
     precision, scales = SCALES[what]
     record = run(tmp_path, precision=precision, train={"steps": 5})
     assert [(step.scale, step.skipped) for step in record.steps] == [(scale, False) for scale in scales]
@@ -254,8 +254,8 @@ SPARSE: dict[str, Any] = {"model": "sparse", "data": "tokens", "optimizer": ("to
 
 
 @pytest.mark.slow
-def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Path) -> None:
-    # Every batch of `tokens` is the same, so the mean over three of them is what one gives.
+def test_accumulated_micro_batches_average_their_gradients(tmp_path: Path) -> None:
+    # All batches of `tokens` are equal, so the mean over three equals one.
     one, three = (
         run(tmp_path, **SPARSE, **step_function("embed_loss"), train={"steps": 2, "accumulate": accumulate})
         for accumulate in (1, 3)
@@ -266,20 +266,20 @@ def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_clipping_is_done_on_unscaled_gradients(tmp_path: Path) -> None:
+def test_the_recorded_gradient_norm_is_the_same_with_and_without_clipping(tmp_path: Path) -> None:
     free = run(tmp_path, precision={"loss_scale": 1024}, train={"steps": 1})
     clipped = run(tmp_path, precision={"loss_scale": 1024}, train={"steps": 1, "clip_grad_norm": 1e-6})
     assert free.steps[0].grad_norm == clipped.steps[0].grad_norm
 
 
 @pytest.mark.slow
-def test_groups_of_a_skipped_step_are_counted_before_it_is_clipped(tmp_path: Path) -> None:
+def test_gradient_groups_of_a_skipped_step_are_counted_before_clipping(tmp_path: Path) -> None:
     scale = {"loss_scale": 2.0**24}
     free = run(tmp_path, precision=scale, train={"steps": 1})
     clipped = run(tmp_path, precision=scale, train={"steps": 1, "clip_grad_norm": 1.0})
     assert free.steps[0].skipped
     assert len(free.steps[0].groups) > 0
-    if torch.cuda.is_available():  # before clipping only norms are taken there: nobody is to wait for more
+    if torch.cuda.is_available():  # on a GPU only norms are taken before clipping, to avoid a synchronization
         assert [group.name for group in clipped.steps[0].groups] == [group.name for group in free.steps[0].groups]
         return
     assert clipped.steps[0].groups == free.steps[0].groups
@@ -293,7 +293,7 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_and_both_are_said(tmp_path: Path) -> None:
+def test_compiled_and_scripted_modules_are_analysed_and_noted(tmp_path: Path) -> None:
     record = run(tmp_path, model="compiled", **step_function("overflowing"), train={"steps": 2})
     assert record.findings[0].code == "forward-overflow"
     assert record.unseen.notes == (
@@ -302,23 +302,23 @@ def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_an
     )
 
 
-def test_a_pin_cures_what_it_pins(tmp_path: Path) -> None:
+def test_a_pin_cures_an_overflow_and_a_pin_of_an_unknown_module_is_refused(tmp_path: Path) -> None:
     pinned: dict[str, Any] = {"precision": {"pins": ["bo*"]}, "train": {"steps": 8}}
     assert run(tmp_path, **step_function("overflowing"), **pinned).verdict == "healthy"
     with pytest.raises(WorkloadError, match=r"no module is named 'boddy'.*'body'"):
         run(tmp_path, precision={"pins": ["boddy"]})
 
 
-def test_a_bad_batch_is_named_with_its_sample(tmp_path: Path) -> None:
+def test_a_batch_with_nan_is_named_with_its_sample_and_the_poisoned_buffer(tmp_path: Path) -> None:
     record = run(tmp_path, data=("data", {"bad": 3}), train={"steps": 6})
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 3)
     assert record.findings[0].evidence["first_index"] == [7, 2]
     assert record.verdict == "other"
-    # BatchNorm has taken the NaN in: one skipped step, and evaluation is NaN for good.
+    # BatchNorm keeps the NaN: one skipped step makes evaluation NaN for good.
     assert "buffer-poisoned" in [finding.code for finding in record.findings]
 
 
-def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path) -> None:
+def test_an_error_caused_by_autocast_names_its_line(tmp_path: Path) -> None:
     record = run(tmp_path, **step_function("bce"), train={"steps": 3})
     [finding] = record.findings
     assert finding.code == "misuse-bce"
@@ -334,7 +334,7 @@ UNWATCHED = (
 
 
 @pytest.mark.parametrize("loop", [train, profile_ranges])
-def test_a_run_that_could_not_be_watched_is_no_result(
+def test_a_run_whose_watcher_fails_raises_an_error_with_the_record_so_far(
     loop: Callable[..., Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any) -> None:
@@ -355,7 +355,7 @@ def test_a_run_that_could_not_be_watched_is_no_result(
     assert [one.step for one in record.steps] == [one.step for one in seen] == [0, 1]
 
 
-def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_not(tmp_path: Path) -> None:
+def test_only_a_dtype_mismatch_caused_by_autocast_is_explained_by_autocast(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="same dtype, but got") as raised:
         run(tmp_path, **step_function("distances"))
     assert str(raised.value).endswith("this op takes only one dtype: cast its inputs to one, as with x.float()")
@@ -367,7 +367,7 @@ def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_
 
 
 @pytest.mark.slow
-def test_the_users_own_hunt_for_nan_does_not_end_the_run(tmp_path: Path) -> None:
+def test_anomaly_detection_enabled_by_the_user_does_not_end_the_run(tmp_path: Path) -> None:
     try:
         record = run(tmp_path, **step_function("hunted"), train={"steps": 2})
         assert torch.is_anomaly_enabled()
@@ -381,13 +381,13 @@ def test_user_code_that_says_cuda_runs_on_a_cpu(tmp_path: Path) -> None:
     assert run(tmp_path, **step_function("says_cuda"), train={"steps": 3}).verdict == "healthy"
 
 
-def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_refused(tmp_path: Path) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with pytest.raises(WorkloadError, match=rf"cuda:{count} was asked for"):
         run(tmp_path, train={"device": f"cuda:{count}"})
 
 
-def test_an_interrupt_keeps_what_was_seen(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_the_steps_before_the_interrupt(tmp_path: Path) -> None:
     def interrupt(step: Step) -> None:
         if step.step == 4:
             raise KeyboardInterrupt
@@ -402,7 +402,7 @@ INTERRUPTED = [(command, at) for command in COMMANDS for at in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("case", slow_but_for([("scan", 1), ("bisect", 2), ("suggest-fp32", 3)], INTERRUPTED), ids=str)
-def test_an_interrupted_replay_keeps_what_was_seen(case: tuple[str, int], tmp_path: Path) -> None:
+def test_a_run_interrupted_in_a_replay_keeps_its_steps(case: tuple[str, int], tmp_path: Path) -> None:
     command, at = case
     data = ("data", {"bad": 3, "value": 60000.0})
     train = {"steps": 6, "device": "cpu"}
@@ -414,13 +414,13 @@ def test_an_interrupted_replay_keeps_what_was_seen(case: tuple[str, int], tmp_pa
         if len(replays) == at:
             raise KeyboardInterrupt
 
-    def ask(step: Step) -> None:  # as the display of a command does, where a signal was swallowed
+    def ask(step: Step) -> None:  # as the display of a command does if user code swallowed the signal
         if len(replays) >= at:
             raise KeyboardInterrupt
 
     try:
         record = COMMANDS[command](tmp_path / "config.yaml", observer=observing(replay=interrupt, step=ask))
-    except KeyboardInterrupt:  # which would end the tests
+    except KeyboardInterrupt:  # it would end the test run
         pytest.fail("nothing was kept")
     assert record.interrupted
     assert [step.step for step in record.steps] == [0, 1, 2, 3]
@@ -430,7 +430,7 @@ def test_an_interrupted_replay_keeps_what_was_seen(case: tuple[str, int], tmp_pa
 ON_A_CPU: dict[str, Any] = {"steps": 2, "device": "cpu"}
 
 
-def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Path) -> None:
+def test_a_sparse_product_without_a_cuda_kernel_is_explained(tmp_path: Path) -> None:
     keys: dict[str, Any] = {**step_function("sparse_product"), "train": ON_A_CPU}
     with pytest.raises(UserCodeError, match="addmm_sparse_cuda") as raised:
         run(tmp_path, **keys)
@@ -440,7 +440,7 @@ def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
+def test_a_half_transform_of_a_size_that_is_not_a_power_of_two_is_explained(tmp_path: Path) -> None:
     keys: dict[str, Any] = {**step_function("transformed"), "train": ON_A_CPU}
     odd = ("Net", {"width": 12})
     with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up first"):
@@ -453,14 +453,14 @@ def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explai
 
 
 @pytest.mark.parametrize("bad", slow_but_for([0, -1], [0, 3, -1]))
-def test_nan_alone_is_run_again_in_the_first_step_too(tmp_path: Path, bad: int) -> None:
+def test_nan_gradients_without_overflow_are_named_as_true_nan_in_any_step(tmp_path: Path, bad: int) -> None:
     keys: dict[str, Any] = {"precision": {"loss_scale": 256.0}, "train": {"steps": 6}}
     record = run(tmp_path, data=("data", {"bad": bad, "value": 0.0}), **step_function("root_of_zero"), **keys)
     assert [(one.code, one.step) for one in record.findings] == ([("true-nan", bad)] if bad >= 0 else [])
     assert [step.step for step in record.steps if step.skipped] == ([bad] if bad >= 0 else [])
 
 
-def test_what_draws_where_no_replay_can_follow_is_not_compared(tmp_path: Path) -> None:
+def test_a_step_that_no_replay_can_repeat_is_noted_as_not_compared_with_fp32(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"optimizer": {"args": {"lr": 1e-9}}, "train": {"steps": 3, "device": "cpu"}}
     record = run(tmp_path, **step_function("drawing"), **keys)
     (note,) = (note for note in record.unseen.notes if NOT_COMPARED in note)
@@ -469,7 +469,7 @@ def test_what_draws_where_no_replay_can_follow_is_not_compared(tmp_path: Path) -
 
 
 def checked(folder: Path, gain: float, check: str, dtype: str = "float16", replays: int = 2) -> Record:
-    """The record of a model that looks at what it computes, and whose ``gain`` comes in step 3."""
+    """The record of a model that checks its own output, and applies ``gain`` from step 3."""
 
     def loop(config: Config, observer: Observer) -> Record:
         return train(config, observer=observer, replays=replays)
@@ -478,7 +478,7 @@ def checked(folder: Path, gain: float, check: str, dtype: str = "float16", repla
     return run(folder, loop=loop, model=("Checked", {"gain": gain, "check": check}), **keys)
 
 
-def test_an_overflow_that_makes_the_code_raise_is_named(tmp_path: Path) -> None:
+def test_an_overflow_that_makes_user_code_raise_is_named(tmp_path: Path) -> None:
     record = checked(tmp_path, 600.0, "finite")
     found = record.findings[0]
     assert (record.verdict, record.steps_run, found.code, found.step) == ("precision", 4, "forward-overflow", 3)
@@ -500,7 +500,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize(
     "case", slow_but_for(["in FP32 too", "FP32 is not finite either", "nothing is run again"], OTHER)
 )
-def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(tmp_path: Path, case: str) -> None:
+def test_an_error_not_traced_to_overflow_is_a_user_code_error_with_earlier_steps(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserCodeError) as raised:
         checked(tmp_path, *OTHER[case])
     record = raised.value.record
@@ -509,12 +509,12 @@ def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(tmp_p
     assert record.investigations == ()
 
 
-def test_a_check_that_holds_is_healthy(tmp_path: Path) -> None:
+def test_a_model_whose_own_check_passes_is_healthy(tmp_path: Path) -> None:
     assert checked(tmp_path, 1.0, "finite").verdict == "healthy"
 
 
-def test_each_loss_trains_its_own_side(tmp_path: Path) -> None:
-    """As in a loop by hand."""
+def test_each_loss_of_a_gan_trains_only_its_own_side(tmp_path: Path) -> None:
+    """The reference is a hand-written loop."""
     config = written(
         tmp_path, WORKLOAD, model="GAN", data="data", precision={"level": "O0"}, train={"steps": 3, "device": "cpu"}
     )
@@ -557,11 +557,11 @@ OPTIONS = {
 
 PAIRS = list(combinations(OPTIONS, 2))
 TWO_BY_TWO = list(zip(*[iter(OPTIONS)] * 2, strict=True))
-"""Each option once."""
+"""Pairs that cover each option once."""
 
 
 @pytest.mark.parametrize("names", slow_but_for(TWO_BY_TWO, PAIRS), ids=" and ".join)
-def test_two_options_go_together(names: tuple[str, str], tmp_path: Path) -> None:
+def test_any_two_config_options_work_together(names: tuple[str, str], tmp_path: Path) -> None:
     train_keys = {"steps": 2, "device": "cpu"}
     overrides = [OPTIONS[name] for name in names]
     config = written(tmp_path, WORKLOAD, *overrides, model="Widened", data="data", step="fit", train=train_keys)

@@ -1,4 +1,4 @@
-"""What updates do to weights: a rate that throws them away is not blamed on precision."""
+"""The growth of weights by updates: a learning rate that blows them up is not blamed on precision."""
 
 import gc
 from pathlib import Path
@@ -61,7 +61,7 @@ def scanned(folder: Path, rate: float, gain: float) -> Record:
     return diagnose(train(thrown(folder, rate, gain), replays=2))
 
 
-def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blamed(tmp_path: Path) -> None:
+def test_weights_blown_up_by_the_learning_rate_are_not_blamed_on_precision(tmp_path: Path) -> None:
     record = scanned(tmp_path, rate=1e3, gain=1.0)
     root = record.findings[0]
 
@@ -73,7 +73,7 @@ def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blam
 
 
 @pytest.mark.slow
-def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
+def test_bisect_suggests_no_pin_for_weights_blown_up_by_the_learning_rate(tmp_path: Path) -> None:
     record = bisect_run(thrown(tmp_path, rate=1e3, gain=1.0))
 
     assert (record.pins, record.trials) == ((), ())
@@ -83,7 +83,7 @@ def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_with_weights_of_their_size_is_blamed_on_precision(tmp_path: Path) -> None:
+def test_an_overflow_with_weights_of_normal_size_is_blamed_on_precision(tmp_path: Path) -> None:
     record = scanned(tmp_path, rate=1e-3, gain=1e5)
 
     assert record.findings[0].code == "forward-overflow"
@@ -113,7 +113,7 @@ LEAPING = [(0.3, 1.0, "divergence"), (1.0, 1.0, "divergence"), (1e-3, 1e9, "")]
 
 
 @pytest.mark.parametrize("case", slow_but_for(LEAPING[2:], LEAPING), ids=str)
-def test_a_loss_that_leaps_in_fp32_too_is_blamed_on_the_rate_where_weights_grew(
+def test_a_loss_that_jumps_in_fp32_too_is_divergence_only_if_weights_grew(
     tmp_path: Path, case: tuple[float, float, str]
 ) -> None:
     rate, gain, code = case
@@ -126,12 +126,12 @@ def test_a_loss_that_leaps_in_fp32_too_is_blamed_on_the_rate_where_weights_grew(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype) -> None:
+def test_weight_growth_is_measured_from_the_first_backward_pass(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(4, 2, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with watch(model, optimizer) as watched:
         assert watched.optimizers.weights_grew == 1.0
-        for times in (50.0, 4.0):  # the first as where a checkpoint is loaded before the run begins
+        for times in (50.0, 4.0):  # the first is a checkpoint loaded before the run starts
             for parameter in model.parameters():
                 parameter.data *= times
             model(torch.ones(1, 4, dtype=dtype)).sum().backward()
@@ -141,7 +141,7 @@ def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_comes_after_another_has_gone_is_measured_too() -> None:
+def test_weight_growth_is_measured_for_a_second_optimizer_after_the_first_is_freed() -> None:
     watched = Watch(None, ())
     with watched:
         for times in (1.0, 3.0):
@@ -155,19 +155,19 @@ def test_an_optimizer_that_comes_after_another_has_gone_is_measured_too() -> Non
             gc.collect()
 
 
-def test_weights_that_began_near_zero_have_to_grow() -> None:
+def test_weights_that_start_near_zero_are_measured_from_a_common_initial_size() -> None:
     model = torch.nn.Linear(64, 64, bias=False)
     model.weight.data.fill_(1e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with watch(model, optimizer) as watched:
         model(torch.ones(1, 64)).sum().backward()
         model.weight.data.fill_(0.04)
-        assert watched.optimizers.weights_grew == pytest.approx(2.0, rel=1e-3)  # of a common beginning, 0.02
+        assert watched.optimizers.weights_grew == pytest.approx(2.0, rel=1e-3)  # relative to a common start, 0.02
         model.weight.data.fill_(20.0)
         assert watched.optimizers.weights_grew == pytest.approx(1000.0, rel=1e-3)
 
 
-def test_weights_that_began_as_zero_or_hold_nan_have_not_grown() -> None:
+def test_weights_that_start_at_zero_or_hold_nan_count_as_not_grown() -> None:
     model = torch.nn.Linear(4, 2)
     for parameter in model.parameters():
         parameter.data.zero_()

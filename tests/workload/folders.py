@@ -38,7 +38,7 @@ loss: {target: torch.nn.functional:cross_entropy}
 def build(folder: Path, *overrides: str, config: str = CONFIG, **files: str) -> Workload:
     """Writes ``net.py`` and ``files`` (``name="source"`` for ``name.py``) into ``folder`` and builds the config.
 
-    ``net`` is added to the healthy ``net.py``, not put in its place.
+    ``net`` is appended to the healthy ``net.py``.
     """
     (folder / "net.py").write_text(NET + textwrap.dedent(files.pop("net", "")))
     for name, source in files.items():

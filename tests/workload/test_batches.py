@@ -1,4 +1,4 @@
-"""What counts as data, how it goes on for ever, and how batches get to the device."""
+"""What counts as data, how data restarts at its end, and how batches move to the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 def taken(workload: Workload, count: int) -> list[Any]:
-    """The first numbers of the data ``1, 2, 3, 1, 2 ...``."""
+    """The first ``count`` batches."""
     stream = workload.batches()
     return [next(stream) for _ in range(count)]
 
@@ -44,12 +44,12 @@ def taken(workload: Workload, count: int) -> list[Any]:
         "class Module:\n    def train_dataloader(self): return [1, 2, 3]\ndef data(): return Module()",
     ],
 )
-def test_data_starts_from_the_beginning_in_every_call_and_again_at_its_end(tmp_path: Path, source: str) -> None:
+def test_data_restarts_in_every_call_and_at_its_end(tmp_path: Path, source: str) -> None:
     workload = build(tmp_path, "data.target=data.py:data", data=f"import torch\n{source}\n")
     assert [taken(workload, 2), taken(workload, 7)] == [[1, 2], [1, 2, 3, 1, 2, 3, 1]]
 
 
-def test_a_one_shot_iterator_lasts_as_long_as_it_lasts(tmp_path: Path) -> None:
+def test_a_one_shot_iterator_that_ends_raises_a_workload_error(tmp_path: Path) -> None:
     workload = build(tmp_path, "data.target=data.py:data", data="data = iter([1, 2, 3])\n")
     stream = workload.batches()
     assert [next(stream) for _ in range(3)] == [1, 2, 3]
@@ -85,7 +85,7 @@ def test_a_data_module_is_prepared_as_lightning_does(tmp_path: Path) -> None:
         ("class data:\n    def train_dataloader(self): return None", "returned None; needed"),
     ],
 )
-def test_what_is_no_iterable_of_batches_is_refused(tmp_path: Path, source: str, problem: str) -> None:
+def test_data_that_is_not_an_iterable_of_batches_is_refused(tmp_path: Path, source: str, problem: str) -> None:
     with pytest.raises(WorkloadError, match=problem):
         build(tmp_path, "data.target=data.py:data", data=source + "\n")
 
@@ -118,7 +118,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class Output(collections.OrderedDict[str, torch.Tensor]):
-    """A dataclass and a dict, as what transformers' models give."""
+    """A dataclass and a dict, like the outputs of transformers' models."""
 
     logits: torch.Tensor
 
@@ -127,7 +127,7 @@ class Output(collections.OrderedDict[str, torch.Tensor]):
 
 
 class Encoding(collections.UserDict[str, torch.Tensor]):
-    """As transformers' BatchEncoding: moves itself, in place."""
+    """Moves itself in place, like transformers' BatchEncoding."""
 
     def to(self, device: torch.device) -> Encoding:
         self.data = {key: value.to(device) for key, value in self.data.items()}
@@ -164,7 +164,7 @@ T = torch.ones(2)
         Items([T]),
     ],
 )
-def test_every_tensor_is_moved_and_every_container_kept(batch: Any) -> None:
+def test_to_device_moves_every_tensor_and_keeps_every_container(batch: Any) -> None:
     moved = to_device(batch, META)
     assert type(moved) is type(batch)
     assert not isinstance(moved, Frozen) or (moved.name, moved.made) == ("a", 3)
@@ -173,30 +173,30 @@ def test_every_tensor_is_moved_and_every_container_kept(batch: Any) -> None:
     assert {leaf.device for _, leaf in after} == {META}
 
 
-def test_the_users_own_containers_stay_as_they_are() -> None:
+def test_to_device_does_not_change_the_containers_of_the_user() -> None:
     inner, items = {"x": T}, [T]
     to_device([inner, items], META)
     assert inner["x"] is T
     assert items[0] is T
 
 
-def test_what_moves_itself_does_so_and_what_is_no_tensor_is_passed_on() -> None:
+def test_to_device_calls_the_to_method_of_objects_and_keeps_other_values() -> None:
     item, others = InPlace(), ["text", 3, None, Frozen, {4}]
     assert to_device([item, *others], META) == [item, *others]
     assert item.device == META
     assert isinstance(to_device(pack_sequence([T]), CPU), PackedSequence)
 
 
-def test_leaves_are_named_by_their_path() -> None:
+def test_tensor_leaves_are_named_by_their_path() -> None:
     batch = ({"ids": T, 3: [T]}, Frozen(T, "a"), "text")
     assert [path for path, _ in tensor_leaves(batch)] == ['[0]["ids"]', "[0][3][0]", "[1].x"]
     assert [path for path, _ in tensor_leaves(T)] == [""]
     assert [path for path, _ in tensor_leaves(Output(T))] == ['["logits"]']
 
 
-def test_a_leaf_that_needs_gradients_is_one_on_the_device_too() -> None:
+def test_a_leaf_that_requires_grad_is_a_leaf_on_the_device() -> None:
     leaf = torch.ones(2, requires_grad=True)
     (moved,) = to_device([leaf], META)
     assert (moved.device, moved.is_leaf, moved.requires_grad) == (META, True, True)
     (made,) = to_device([leaf * 2], META)
-    assert (made.is_leaf, made.requires_grad) == (False, True)  # its gradient flows on to the leaf
+    assert (made.is_leaf, made.requires_grad) == (False, True)  # its gradient flows to the leaf

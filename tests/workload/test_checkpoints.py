@@ -1,4 +1,4 @@
-"""Checkpoints: what training scripts save is found, what does not fit is said in one message."""
+"""Checkpoints: the states that training scripts save are found, and every mismatch is in one message."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -46,11 +46,11 @@ def prefixed(prefix: str) -> dict[str, torch.Tensor]:
         {name: tensor.half() for name, tensor in WEIGHTS.items()},
     ],
 )
-def test_a_state_dict_is_found_where_training_scripts_put_it(tmp_path: Path, content: Any) -> None:
+def test_a_state_dict_is_found_under_the_keys_of_training_scripts(tmp_path: Path, content: Any) -> None:
     assert first_values(built(tmp_path, content)) == [3.0, 5.0]
 
 
-def test_safetensors_are_read(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_loaded(tmp_path: Path) -> None:
     save_file(WEIGHTS, tmp_path / "w.safetensors")
     assert first_values(build(tmp_path, "checkpoint=w.safetensors")) == [3.0, 5.0]
 
@@ -91,7 +91,7 @@ def refusal(folder: Path, content: Any, *overrides: str, **files: str) -> list[s
         ),
     ],
 )
-def test_what_does_not_fit_is_counted_and_named(
+def test_missing_extra_and_misshapen_tensors_are_counted_and_named(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], expected: str
 ) -> None:
     state = dict(WEIGHTS)
@@ -111,7 +111,7 @@ def test_every_kind_of_misfit_is_in_one_message(tmp_path: Path) -> None:
 
 
 class Anything:
-    """An object that no weights-only load may make."""
+    """An object that a weights-only load must refuse."""
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ class Anything:
         ({3: torch.ones(3)}, "holds a tensor under 3; allowed: names to tensors"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any, expected: str) -> None:
+def test_a_file_that_is_not_a_state_dict_is_refused(tmp_path: Path, content: Any, expected: str) -> None:
     first, *_ = refusal(tmp_path, content)
     assert first.startswith(f"--set checkpoint=run.pt: checkpoint: run.pt {expected}")
 
 
-def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "w.pt")
     whole = (tmp_path / "w.pt").read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 10):
@@ -174,7 +174,7 @@ LIGHTNING = {"epoch": 1, "global_step": 7, "lr_schedulers": [], "loops": {"fit_l
         {"state_dict": WEIGHTS, "optimizer_states": [adamw()], "MixedPrecision": SCALER, **LIGHTNING},
     ],
 )
-def test_parts_are_found_under_the_names_that_scripts_and_lightning_give_them(tmp_path: Path, content: Any) -> None:
+def test_optimizer_and_scaler_are_found_under_the_keys_of_scripts_and_lightning(tmp_path: Path, content: Any) -> None:
     workload = built(tmp_path, content)
     assert moments(workload) == [0.1, 0.1]
     assert {group["lr"] for group in workload.optimizers[0].param_groups} == {0.25}
@@ -183,7 +183,7 @@ def test_parts_are_found_under_the_names_that_scripts_and_lightning_give_them(tm
     assert workload.notes == ()
 
 
-def test_the_scale_of_apex_is_read(tmp_path: Path) -> None:
+def test_the_loss_scale_of_an_apex_checkpoint_is_read(tmp_path: Path) -> None:
     amp = OrderedDict(loss_scaler0={"loss_scale": 32.0, "unskipped": 5})
     assert built(tmp_path, {"model": WEIGHTS, "amp": amp}).scaler_state == {
         "scale": 32.0,
@@ -195,14 +195,14 @@ def test_the_scale_of_apex_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("grouping", ["parameter", "module", "single"])
-def test_one_group_of_all_parameters_fits_every_grouping_of_a_config(tmp_path: Path, grouping: str) -> None:
+def test_the_state_of_a_single_group_fits_every_grouping_of_a_config(tmp_path: Path, grouping: str) -> None:
     assert moments(built(tmp_path, {"model": WEIGHTS, "optimizer": adamw()}, f"optimizer.groups={grouping}")) == [
         0.1,
         0.1,
     ]
 
 
-def test_frozen_parameters_that_the_script_gave_to_its_optimizer_are_left_out(tmp_path: Path) -> None:
+def test_frozen_parameters_in_the_optimizer_state_are_left_out(tmp_path: Path) -> None:
     state = adamw()
     del state["state"][0]
     net = "class Frozen(Net):\n    def __init__(self):\n        super().__init__()\n"
@@ -212,8 +212,8 @@ def test_frozen_parameters_that_the_script_gave_to_its_optimizer_are_left_out(tm
     assert moments(workload) == [0.1]
 
 
-def test_a_setting_may_be_of_a_kind_of_float() -> None:
-    class Rate(float):  # as numpy.float64 is one
+def test_an_optimizer_setting_may_be_a_subclass_of_float() -> None:
+    class Rate(float):  # like numpy.float64
         pass
 
     model, state = torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 2))), adamw()
@@ -223,16 +223,14 @@ def test_a_setting_may_be_of_a_kind_of_float() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_how_the_machine_of_the_script_computed_is_not_taken_over(tmp_path: Path) -> None:
+def test_fused_and_capturable_settings_are_not_loaded(tmp_path: Path) -> None:
     state = adamw()
     state["param_groups"][0] |= {"fused": True, "capturable": True, "lr": 0.5}
     (group, *_) = built(tmp_path, {"model": WEIGHTS, "optimizer": state}).optimizers[0].param_groups
     assert (group["fused"], group["capturable"], group["lr"]) == (None, False, 0.5)
 
 
-def test_an_empty_state_of_an_optimizer_or_of_a_disabled_scaler_is_none_and_the_weights_may_be_taken_alone(
-    tmp_path: Path,
-) -> None:
+def test_empty_states_are_ignored_and_the_weights_may_be_loaded_alone(tmp_path: Path) -> None:
     off = torch.amp.GradScaler("cpu", enabled=False).state_dict()
     workload = built(tmp_path, {"model": WEIGHTS, "optimizer": {"state": {}, "param_groups": []}, "scaler": off})
     assert (moments(workload), workload.scaler_state) == ([], None)
@@ -241,7 +239,7 @@ def test_an_empty_state_of_an_optimizer_or_of_a_disabled_scaler_is_none_and_the_
     assert (moments(workload), workload.scaler_state, first_values(workload)) == ([], None, [3.0, 5.0])
 
 
-def test_a_scheduler_that_is_not_named_or_has_no_state_is_said(tmp_path: Path) -> None:
+def test_an_unnamed_scheduler_or_a_missing_scheduler_state_is_noted(tmp_path: Path) -> None:
     content = {"model": WEIGHTS, "optimizer": adamw()}
     (note,) = built(tmp_path, {**content, "scheduler": {"last_epoch": 3}}).notes
     assert "the scheduler in run.pt is not used: the config names no scheduler, so the learning rate stays" in note
@@ -250,7 +248,7 @@ def test_a_scheduler_that_is_not_named_or_has_no_state_is_said(tmp_path: Path) -
     )
 
 
-# --- what does not fit ---
+# --- mismatches ---
 
 
 def changed(state: dict[str, Any], **group: Any) -> dict[str, Any]:
@@ -293,7 +291,7 @@ MISFITS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_state_that_does_not_fit_the_optimizer_is_refused_in_one_message(tmp_path: Path, name: str) -> None:
+def test_a_state_that_does_not_fit_the_optimizer_is_refused(tmp_path: Path, name: str) -> None:
     state, expected = MISFITS[name]
     first, problem, hint = refusal(tmp_path, {"model": WEIGHTS, "optimizer": state})
     assert first == "--set checkpoint=run.pt: checkpoint: the optimizer in run.pt does not fit the AdamW"
@@ -301,7 +299,7 @@ def test_a_state_that_does_not_fit_the_optimizer_is_refused_in_one_message(tmp_p
     assert hint == "  to load the weights only: checkpoint: {model: FILE}"
 
 
-def test_groups_of_the_scripts_own_need_its_own_optimizer(tmp_path: Path) -> None:
+def test_custom_parameter_groups_need_the_optimizer_of_the_script(tmp_path: Path) -> None:
     _, problem, _ = refusal(tmp_path, {"model": WEIGHTS, "optimizer": two_groups()}, "optimizer.groups=single")
     assert problem == (
         f"  other parameter groups: 2 of 1 and 1 parameters in the file, one of 2 parameters in the run{GROUPS}"
@@ -320,7 +318,7 @@ def test_groups_of_the_scripts_own_need_its_own_optimizer(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_a_scaler_that_no_gradscaler_can_be_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_scaler_state_with_an_invalid_value_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     first, problem, _ = refusal(tmp_path, {"model": WEIGHTS, "scaler": {**SCALER, **change}})
     assert first == "--set checkpoint=run.pt: checkpoint: the scaler in run.pt does not fit the GradScaler"
     assert problem == f"  missing, or not allowed: {next(iter(change))}"
@@ -340,7 +338,7 @@ def test_a_state_that_does_not_fit_the_scheduler_is_refused(tmp_path: Path, stat
     assert problem == f"  {expected}"
 
 
-def test_a_state_cannot_replace_what_a_scheduler_is_made_of(tmp_path: Path) -> None:
+def test_a_scheduler_state_cannot_replace_its_optimizer_or_methods(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(torch.optim.SGD([torch.ones(1)], 0.1))
     hostile = {**scheduler.state_dict(), "optimizer": 3, "step": 4, "last_epoch": 2, "base_lrs": [0.1]}
     workload = built(
@@ -356,7 +354,7 @@ def test_a_state_cannot_replace_what_a_scheduler_is_made_of(tmp_path: Path) -> N
     assert schedule.scheduler.last_epoch == 3
 
 
-def test_a_file_that_has_nothing_of_its_part_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_the_state_of_its_part_is_refused(tmp_path: Path) -> None:
     torch.save({"model": WEIGHTS, "epoch": 3}, tmp_path / "run.pt")
     with pytest.raises(WorkloadError) as raised:
         build(tmp_path, "checkpoint={model: run.pt, optimizer: run.pt}")
@@ -367,7 +365,7 @@ def test_a_file_that_has_nothing_of_its_part_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_an_object_in_any_file_is_refused(tmp_path: Path) -> None:
+def test_a_python_object_in_any_checkpoint_file_is_refused(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "run.pt")
     torch.save({**adamw(), "more": Anything()}, tmp_path / "opt.pt")
     with pytest.raises(WorkloadError, match=r"checkpoint\.optimizer: opt\.pt is damaged, or holds Python objects"):

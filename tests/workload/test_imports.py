@@ -1,4 +1,4 @@
-"""Where targets come from: files, siblings, packages; and what an import leaves behind."""
+"""Where targets come from (files, siblings, packages), and that an import leaves no trace."""
 
 import pickle
 import sys
@@ -14,7 +14,7 @@ from ampdbg.workload.targets import config_of_module_file
 from tests.workload.folders import CPU, NET, build, first_losses
 
 
-def test_an_import_leaves_the_search_path_as_it_was(tmp_path: Path) -> None:
+def test_an_import_leaves_sys_path_unchanged(tmp_path: Path) -> None:
     before = list(sys.path)
     build(tmp_path)
     with pytest.raises(UserCodeError):
@@ -22,7 +22,7 @@ def test_an_import_leaves_the_search_path_as_it_was(tmp_path: Path) -> None:
     assert sys.path == before
 
 
-def test_a_file_may_import_its_siblings_also_later_on(tmp_path: Path) -> None:
+def test_a_file_may_import_its_siblings_also_in_forward(tmp_path: Path) -> None:
     workload = build(
         tmp_path,
         "model.target=net.py:Late",
@@ -37,7 +37,7 @@ def test_a_file_may_import_its_siblings_also_later_on(tmp_path: Path) -> None:
     assert first_losses(workload)["loss"].item() == pytest.approx(0.6931, abs=1e-4)  # log 2: all logits are 0
 
 
-def test_a_file_that_is_a_target_and_a_sibling_is_one_module(tmp_path: Path) -> None:
+def test_a_file_that_is_both_target_and_sibling_is_one_module(tmp_path: Path) -> None:
     workload = build(
         tmp_path,
         "step={target: train.py:step}",
@@ -52,9 +52,7 @@ def test_a_file_that_is_a_target_and_a_sibling_is_one_module(tmp_path: Path) -> 
     assert first_losses(workload)["loss"].ndim == 0
 
 
-def test_files_and_siblings_of_the_same_name_in_different_folders_do_not_clash_in_one_build_either(
-    tmp_path: Path,
-) -> None:
+def test_files_and_siblings_of_equal_names_in_two_folders_do_not_clash(tmp_path: Path) -> None:
     for name, width in (("a", 4), ("b", 5)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "layers.py").write_text(f"WIDTH = {width}\n")
@@ -69,14 +67,14 @@ def test_files_and_siblings_of_the_same_name_in_different_folders_do_not_clash_i
     assert (sys.modules[type(both.model).__module__].WIDTH, sys.modules[data_factory.__module__].WIDTH) == (4, 5)
 
 
-def test_a_name_of_the_standard_library_is_not_taken_from_it(tmp_path: Path) -> None:
+def test_a_file_named_like_a_standard_library_module_does_not_replace_it(tmp_path: Path) -> None:
     import tokenize
 
     build(tmp_path, "data.target=tokenize.py:batches", tokenize=NET)
     assert sys.modules["tokenize"] is tokenize
 
 
-def test_every_build_imports_the_files_as_they_are_now(tmp_path: Path) -> None:
+def test_every_build_imports_the_current_files(tmp_path: Path) -> None:
     values = [
         next(
             build(
@@ -88,14 +86,14 @@ def test_every_build_imports_the_files_as_they_are_now(tmp_path: Path) -> None:
     assert values == [1, 22]
 
 
-def test_a_package_beside_the_config_is_found(tmp_path: Path) -> None:
+def test_a_package_next_to_the_config_is_found(tmp_path: Path) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").touch()
     (tmp_path / "shop" / "nets.py").write_text(NET)
     assert type(build(tmp_path, "model.target=shop.nets:Net").model).__module__ == "shop.nets"
 
 
-def test_a_dotted_name_reaches_into_a_class(tmp_path: Path) -> None:
+def test_a_dotted_target_may_name_a_class_method(tmp_path: Path) -> None:
     workload = build(
         tmp_path,
         "model={target: net.py:Wide.of, args: {width: 4}}",
@@ -109,31 +107,31 @@ def test_a_dotted_name_reaches_into_a_class(tmp_path: Path) -> None:
     assert type(workload.model).__name__ == "Wide"
 
 
-def test_what_a_file_defines_can_be_pickled(tmp_path: Path) -> None:
+def test_a_model_defined_in_a_file_can_be_pickled(tmp_path: Path) -> None:
     model = build(tmp_path).model
     assert type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
-def test_a_stem_that_is_no_name_can_be_imported(tmp_path: Path) -> None:
+def test_a_file_whose_stem_is_not_an_identifier_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "my-net.py").write_text(NET)
     assert type(build(tmp_path, "model.target=my-net.py:Net").model).__name__ == "Net"
 
 
-def test_names_that_only_the_import_can_find_are_found_or_reported(tmp_path: Path) -> None:
+def test_star_imported_names_are_found_or_reported_as_missing(tmp_path: Path) -> None:
     dynamic = {"dynamic": "from net import *\n"}
     assert type(build(tmp_path, "model.target=dynamic.py:Net", **dynamic).model).__name__ == "Net"
     with pytest.raises(WorkloadError, match=r"model\.target: got 'dynamic\.py:Nett', but dynamic has no 'Nett'\. Did"):
         build(tmp_path, "model.target=dynamic.py:Nett", **dynamic)
 
 
-def test_a_module_that_lacks_one_of_its_own_imports_is_the_users_error(tmp_path: Path) -> None:
+def test_a_failing_import_inside_a_user_module_is_a_user_code_error(tmp_path: Path) -> None:
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").write_text("import not_installed\n")
     with pytest.raises(UserCodeError, match="No module named 'not_installed'"):
         build(tmp_path, "model.target=shop:Net")
 
 
-def test_code_that_changes_the_working_folder_at_import_breaks_no_later_target(
+def test_code_that_changes_the_working_folder_at_import_breaks_no_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -165,7 +163,7 @@ def test_a_module_file_that_changes_the_working_folder_is_found_again(
 
 
 @pytest.mark.parametrize("target", ["torch.nn:St{}", "no_such_module_{}:Net", "torch.nn.functional:f{}"])
-def test_a_message_of_a_name_without_end_is_short(tmp_path: Path, target: str) -> None:
+def test_the_error_message_for_a_very_long_target_is_short(tmp_path: Path, target: str) -> None:
     with pytest.raises(AmpdbgError) as raised:
         build(tmp_path, f"model.target={target.format('9' * 4000)}")
     assert len(str(raised.value)) < 1000

@@ -1,4 +1,4 @@
-"""How a batch becomes losses: every convention of the config."""
+"""How a batch becomes losses, by every convention of the config."""
 
 import itertools
 from pathlib import Path
@@ -18,7 +18,7 @@ def loss_of(folder: Path, net: str, *overrides: str, model: str = "M") -> float:
     return float(first_losses(build(folder, *targets, *overrides, config=NO_LOSS, net=net))["loss"].item())
 
 
-# A model whose output is made of what it was called with.
+# A model whose output is made of its arguments.
 ECHO = """
 class M(Net):
     def forward(self, *args, **kwargs):
@@ -39,7 +39,7 @@ class M(Net):
         ("7", "args[0]", 7),
     ],
 )
-def test_a_batch_is_passed_by_its_shape(tmp_path: Path, batch: str, output: str, loss: float) -> None:
+def test_the_structure_of_a_batch_sets_the_model_inputs(tmp_path: Path, batch: str, output: str, loss: float) -> None:
     assert loss_of(tmp_path, f"{ECHO.format(output)}\ndata = [{batch}]\n") == loss
 
 
@@ -62,7 +62,7 @@ def test_a_loss_gets_the_output_and_the_target(tmp_path: Path) -> None:
         "{target: net.py:Own}",
     ],
 )
-def test_a_loss_is_a_function_a_class_or_an_instance_and_its_arguments_are_used(tmp_path: Path, loss: str) -> None:
+def test_a_loss_is_a_function_a_class_or_an_instance_with_arguments(tmp_path: Path, loss: str) -> None:
     net = """
         criterion = nn.CrossEntropyLoss()
 
@@ -87,7 +87,7 @@ def test_a_loss_is_a_function_a_class_or_an_instance_and_its_arguments_are_used(
         "collections.namedtuple('Output', 'loss logits')(loss, None)",
     ],
 )
-def test_an_output_is_a_loss_or_carries_one(tmp_path: Path, output: str) -> None:
+def test_the_loss_is_the_model_output_or_an_item_of_the_output(tmp_path: Path, output: str) -> None:
     net = f"""
         import collections, types
 
@@ -151,11 +151,11 @@ OF_STEPS: dict[str, tuple[str, str, str, list[dict[str, float]]]] = {
     "a training step of several losses": (TRAINING_STEP, "{'a': zero + 1, 'b': zero + 2}", "", [{"a": 1.0, "b": 2.0}]),
     "a training step without the index": (WITHOUT_INDEX, "zero + len(batch)", "", [{"loss": 2.0}]),
 }
-"""The code, what its step returns, what the config says beside its model, and the losses of the first steps."""
+"""The code, the return value of its step, a key of the config, and the losses of the first steps."""
 
 
 @pytest.mark.parametrize("name", OF_STEPS)
-def test_the_losses_are_those_of(name: str, tmp_path: Path) -> None:
+def test_every_kind_of_step_and_the_loss_of_the_config_give_scalar_losses(name: str, tmp_path: Path) -> None:
     code, returned, key, losses = OF_STEPS[name]
     net = code.replace("RETURNED", returned)
     workload = build(tmp_path, "model.target=net.py:M", *filter(None, [key]), config=NO_LOSS, net=net)
@@ -173,13 +173,13 @@ def test_the_losses_are_those_of(name: str, tmp_path: Path) -> None:
         ("torch.tensor(1j)", r"the loss has the dtype complex64; needed: a floating-point scalar"),
     ],
 )
-def test_what_is_no_loss_is_refused(tmp_path: Path, loss: str, problem: str) -> None:
+def test_a_value_that_is_not_a_floating_point_scalar_loss_is_refused(tmp_path: Path, loss: str, problem: str) -> None:
     net = f"class M(Net):\n    def forward(self, x):\n        return {{'loss': {loss}}}\n\ndata = [1]\n"
     with pytest.raises(WorkloadError, match=problem):
         loss_of(tmp_path, net)
 
 
-def test_without_gradients_a_loss_need_not_require_one(tmp_path: Path) -> None:
+def test_a_loss_under_no_grad_need_not_require_grad(tmp_path: Path) -> None:
     workload = build(tmp_path)
     with torch.no_grad():
         assert not first_losses(workload)["loss"].requires_grad

@@ -1,4 +1,4 @@
-"""Models, optimizers and learning-rate schedules: what a target may be, how parameters are grouped, what is stepped."""
+"""Models, optimizers and learning-rate schedules: valid targets, groups of parameters, and what is stepped."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def names(workload: Workload) -> list[list[str]]:
         ("single", ["all"]),
     ],
 )
-def test_three_ways_of_grouping_leave_out_frozen_and_tied_parameters(
+def test_every_grouping_leaves_out_frozen_parameters_and_lists_tied_ones_once(
     tmp_path: Path, grouping: str, expected: list[str]
 ) -> None:
     workload = build(tmp_path, "model.target=net.py:Two", f"optimizer.groups={grouping}", net=TWO_LAYERS)
@@ -54,7 +54,7 @@ def test_the_default_optimizer_is_adamw_with_its_defaults(tmp_path: Path) -> Non
     assert optimizer.defaults == torch.optim.AdamW([torch.ones(1)]).defaults
 
 
-def test_the_arguments_reach_every_group(tmp_path: Path) -> None:
+def test_the_optimizer_arguments_apply_to_every_group(tmp_path: Path) -> None:
     (optimizer,) = build(tmp_path, "optimizer.args={lr: 3e-2, betas: [0.5, 0.9]}").optimizers
     assert [(group["lr"], tuple(group["betas"])) for group in optimizer.param_groups] == [(0.03, (0.5, 0.9))] * 2
 
@@ -73,7 +73,7 @@ def test_the_arguments_reach_every_group(tmp_path: Path) -> None:
         ("def make(model): return torch.optim.SGD([{'params': model.parameters(), 'name': 'mine'}])", [["mine"]]),
     ],
 )
-def test_an_optimizer_is_a_class_or_a_function_of_the_groups_or_of_the_model(
+def test_an_optimizer_is_a_class_or_a_function_of_the_groups_or_the_model(
     tmp_path: Path, source: str, expected: list[list[str]]
 ) -> None:
     workload = build(tmp_path, "optimizer.target=opt.py:make", opt=f"import torch\n{source}\n")
@@ -86,7 +86,7 @@ def test_groups_without_a_common_module_are_named_after_the_first_parameter(tmp_
     assert names(build(tmp_path, *overrides, net=TWO_LAYERS, opt=opt)) == [["scale and 5 more"]]
 
 
-def test_an_optimizer_instance_belongs_to_a_model_instance(tmp_path: Path) -> None:
+def test_an_optimizer_instance_must_hold_parameters_of_the_model_instance(tmp_path: Path) -> None:
     net = "model = Net()\noptimizer = torch.optim.SGD(model.parameters())\n"
     workload = build(tmp_path, "model.target=net.py:model", "optimizer.target=net.py:optimizer", net=net)
     assert names(workload) == [["head.* (2)"]]
@@ -117,7 +117,7 @@ def of_module(folder: Path, returned: str, *overrides: str) -> Workload:
 
 
 def rates_after(workload: Workload, steps: int) -> list[float]:
-    """The learning rate of each optimizer after so many steps that all take."""
+    """The learning rate of each optimizer after ``steps`` steps of all optimizers."""
     for _ in range(steps):
         with workload.scheduled():
             for optimizer in workload.optimizers:
@@ -139,7 +139,7 @@ RETURNED: dict[str, list[float]] = {
     "({'optimizer': first, 'frequency': 1}, {'optimizer': second})": [1.0, 1.0],
     "({'optimizer': first}, {'optimizer': second, 'lr_scheduler': None})": [1.0, 1.0],
 }
-"""The learning rates after three steps, of what may be returned."""
+"""The learning rates after three steps for each valid return value."""
 
 EPOCH, FOREIGN = "it waits for the end of an epoch", "it is no LRScheduler over an optimizer of the run"
 NOT_STEPPED: dict[str, tuple[str, str]] = {
@@ -155,11 +155,11 @@ NOT_STEPPED: dict[str, tuple[str, str]] = {
     "{'optimizer': first, 'lr_scheduler': object()}": ("object", FOREIGN),
     "{'optimizer': first, 'lr_scheduler': other}": ("StepLR", FOREIGN),
 }
-"""What is not stepped of what may be returned, and why."""
+"""The schedulers in valid return values that are not stepped, and why."""
 
 
 @pytest.mark.parametrize("returned", [*RETURNED, *NOT_STEPPED])
-def test_what_configure_optimizers_returns_is_stepped_as_lightning_does_or_said_to_wait(
+def test_the_optimizers_and_schedulers_of_a_lightning_module_are_stepped_or_noted(
     tmp_path: Path, returned: str
 ) -> None:
     workload, rates = of_module(tmp_path, returned), RETURNED.get(returned, [1.0])
@@ -171,25 +171,25 @@ def test_what_configure_optimizers_returns_is_stepped_as_lightning_does_or_said_
 
 
 @pytest.mark.parametrize("returned", ["None", "[]", "{}", "[first, None]", "3", "'adam'"])
-def test_anything_else_is_refused(tmp_path: Path, returned: str) -> None:
+def test_configure_optimizers_that_returns_no_optimizer_is_refused(tmp_path: Path, returned: str) -> None:
     with pytest.raises(WorkloadError, match=r"Module\.configure_optimizers\(\) gave .*; needed: a torch\.optim"):
         of_module(tmp_path, returned)
 
 
 @pytest.mark.parametrize("frequency", ["0", "-1", "1.5", "True", "'often'"])
-def test_a_frequency_that_is_none_is_refused(tmp_path: Path, frequency: str) -> None:
+def test_an_invalid_scheduler_frequency_is_refused(tmp_path: Path, frequency: str) -> None:
     with pytest.raises(WorkloadError, match=r"gave the frequency .*; needed: a whole number of at least 1"):
         of_module(tmp_path, f"{{'optimizer': first, 'lr_scheduler': {{**each_step, 'frequency': {frequency}}}}}")
 
 
-def test_one_that_takes_arguments_is_not_lightnings_and_the_default_trains(tmp_path: Path) -> None:
-    """As minGPT's and nanoGPT's."""
+def test_configure_optimizers_with_arguments_is_ignored(tmp_path: Path) -> None:
+    """As in minGPT and nanoGPT: the default optimizer trains."""
     net = LIGHTNING.replace("configure_optimizers(self)", "configure_optimizers(self, config)")
     (optimizer,) = build(tmp_path, "model.target=net.py:Module", net=net).optimizers
     assert type(optimizer) is torch.optim.AdamW
 
 
-def test_those_of_the_config_come_before_the_models(tmp_path: Path) -> None:
+def test_the_optimizer_and_scheduler_of_the_config_override_those_of_the_model(tmp_path: Path) -> None:
     (optimizer,) = of_module(tmp_path, "None", "optimizer.args.lr=1.0").optimizers
     assert type(optimizer) is torch.optim.AdamW
     scheduler = "scheduler={target: torch.optim.lr_scheduler:StepLR, args: {step_size: 1, gamma: 0.1}}"
@@ -213,18 +213,18 @@ def test_a_model_is_a_class_a_factory_or_an_instance(tmp_path: Path, source: str
     assert type(build(tmp_path, "model.target=net.py:thing", net=source + "\n").model).__name__ == "Net"
 
 
-def test_a_model_in_evaluation_mode_is_put_in_training_mode(tmp_path: Path) -> None:
+def test_a_model_in_evaluation_mode_is_switched_to_training_mode(tmp_path: Path) -> None:
     assert build(tmp_path, "model.target=net.py:thing", net="def thing(): return Net().eval()\n").model.training
 
 
-def test_a_part_kept_in_evaluation_mode_stays_there(tmp_path: Path) -> None:
+def test_a_submodule_in_evaluation_mode_stays_in_evaluation_mode(tmp_path: Path) -> None:
     net = "def thing():\n    net = Net()\n    net.head.eval()\n    return net\n"
     model = build(tmp_path, "model.target=net.py:thing", net=net).model
     assert model.training
     assert not model.get_submodule("head").training
 
 
-def test_building_draws_no_random_number_of_its_own(tmp_path: Path) -> None:
+def test_a_build_draws_no_random_number_of_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected = torch.nn.Linear(4, 2).weight
     torch.manual_seed(0)
@@ -249,7 +249,7 @@ def make(optimizer): return torch.optim.lr_scheduler.StepLR(other, 1)
         (OF_ANOTHER, "gave a StepLR of another optimizer"),
     ],
 )
-def test_what_is_no_scheduler_is_refused(tmp_path: Path, source: str, expected: str) -> None:
+def test_a_target_that_is_not_a_usable_scheduler_is_refused(tmp_path: Path, source: str, expected: str) -> None:
     with pytest.raises(WorkloadError, match=expected):
         build(tmp_path, "scheduler.target=sched.py:make", sched=f"{source}\n")
 
@@ -274,7 +274,7 @@ def logged(optimizer):
 
 
 def run(folder: Path, step: str, *overrides: str) -> tuple[Record, list[str]]:
-    """Trains four steps; also returns what the scheduler logged, its start included."""
+    """Trains four steps. Also returns what the scheduler logged, including its start."""
     log = folder / "log.txt"
     net = NET.replace("LOG", repr(str(log)))
     build(folder, net=net)
@@ -285,7 +285,7 @@ def run(folder: Path, step: str, *overrides: str) -> tuple[Record, list[str]]:
 
 
 @pytest.mark.parametrize("fused", ["null", "true"])
-def test_a_step_that_the_scaler_withheld_is_followed_by_none(tmp_path: Path, fused: str) -> None:
+def test_the_scheduler_does_not_step_after_a_skipped_step(tmp_path: Path, fused: str) -> None:
     adam = f"optimizer={{target: torch.optim:AdamW, args: {{lr: 1.0e-9, fused: {fused}}}}}"
     record, log = run(tmp_path, "huge", adam, "precision.loss_scale={init: 16}")
     taken = [not step.skipped for step in record.steps]
@@ -294,19 +294,19 @@ def test_a_step_that_the_scaler_withheld_is_followed_by_none(tmp_path: Path, fus
     assert not [misuse for misuse in record.misuses if misuse.code == "misuse-scheduler-on-skip"]
 
 
-def test_it_is_stepped_in_ranges_and_without_a_scaler(tmp_path: Path) -> None:
+def test_the_scheduler_steps_after_every_step_without_a_scaler(tmp_path: Path) -> None:
     record, log = run(tmp_path, "fine", "precision.dtype=bfloat16")
     assert [step.skipped for step in record.steps] == [False] * 4
     assert log == ["0", "1", "2", "3", "4"]
 
 
-def test_a_schedule_that_is_over_ends_the_run_as_it_would(tmp_path: Path) -> None:
+def test_a_schedule_stepped_past_its_end_raises_a_user_code_error(tmp_path: Path) -> None:
     over = "scheduler={target: torch.optim.lr_scheduler:OneCycleLR, args: {max_lr: 0.1, total_steps: 2}}"
     with pytest.raises(UserCodeError, match="the learning-rate scheduler's step raised ValueError: Tried to step"):
         run(tmp_path, "fine", over)
 
 
-def test_no_hook_is_left_on_an_optimizer(tmp_path: Path) -> None:
+def test_no_hook_is_left_on_an_optimizer_after_an_error(tmp_path: Path) -> None:
     workload = build(tmp_path, "scheduler={target: torch.optim.lr_scheduler:StepLR, args: {step_size: 1}}")
     with pytest.raises(RuntimeError, match="in between"), workload.scheduled():
         raise RuntimeError("in between")

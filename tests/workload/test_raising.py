@@ -1,4 +1,4 @@
-"""Whatever the user's code raises, wherever: a UserCodeError with their traceback, and the steps that had ended."""
+"""Any exception, anywhere in user code, becomes a UserCodeError with their traceback and the finished steps."""
 
 import sys
 from pathlib import Path
@@ -132,7 +132,7 @@ PLACES = {
     "Optimizer.step = booming(Optimizer.step)": 3,
     "between = booming(between)": 4,
 }
-"""Where the code raises, and how many steps have ended by then."""
+"""Where the code raises, and how many steps ended before."""
 
 FORWARD, BACKWARD = (place for place in PLACES if place.startswith(("Net.forward", "Backward")))
 RAISED = {
@@ -155,7 +155,7 @@ RAISED = {
 
 
 def raising_at(folder: Path, place: str, raising: str) -> Config:
-    """A config whose workload runs ``raising`` at ``place``; in the loop, in a step after the third."""
+    """A config whose workload runs ``raising`` at ``place``. In the loop it raises in a step after the third."""
     after = 3 * (PLACES[place] > 0)
     text = WORKLOAD.replace("RAISING", raising).replace("PLACE", place).replace("AFTER", str(after))
     keys = {"model": "Net", "data": "batches", "optimizer": "Optimizer", "train": {"steps": 5, "device": "cpu"}}
@@ -163,7 +163,7 @@ def raising_at(folder: Path, place: str, raising: str) -> Config:
 
 
 def failed(folder: Path, place: str, raising: str) -> UserCodeError:
-    """What training ends with."""
+    """The error that ends the training."""
     config = raising_at(folder, place, raising)
     with pytest.raises(UserCodeError) as raised:
         train(config, replays=0)
@@ -174,12 +174,12 @@ def failed(folder: Path, place: str, raising: str) -> UserCodeError:
     ("place", "name"),
     [
         *((place, "a BaseException") for place in PLACES),
-        # Loops of ours run above a step, and would end by it.
+        # Loops of ampdbg run around a step, and would end at a StopIteration.
         *((place, "StopIteration") for place, steps in PLACES.items() if steps == 3),
         ("Net.named_parameters = booming(Net.named_parameters)", "no attribute"),
     ],
 )
-def test_an_exception_is_theirs_wherever_it_is_raised(place: str, name: str, tmp_path: Path) -> None:
+def test_an_exception_raised_anywhere_in_user_code_is_a_user_code_error(place: str, name: str, tmp_path: Path) -> None:
     raising, message = RAISED[name]
     error = failed(tmp_path, place, raising)
     assert message in str(error)
@@ -190,7 +190,7 @@ def test_an_exception_is_theirs_wherever_it_is_raised(place: str, name: str, tmp
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> None:
+def test_any_kind_of_exception_in_user_code_is_a_user_code_error(name: str, tmp_path: Path) -> None:
     raising, message = RAISED[name]
     error = failed(tmp_path, FORWARD, raising)
     assert message in str(error)
@@ -201,8 +201,8 @@ def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> Non
     assert len(error.record.steps) == 3
 
 
-def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> None:
-    """In a process of its own: what else ran in this one would be in that mode too."""
+def test_an_inference_mode_that_is_never_left_is_a_user_code_error(tmp_path: Path) -> None:
+    """The scan has its own process: in this one, other tests would run in that mode too."""
     raising_at(tmp_path, FORWARD, "sys.entered = torch.inference_mode(); sys.entered.__enter__()")
     result = start(tmp_path, "scan", "config.yaml")
     assert result.code == 2
@@ -212,12 +212,12 @@ def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
-def test_a_group_is_shown_with_what_is_in_it(tmp_path: Path) -> None:
+def test_an_exception_group_is_shown_with_its_exceptions(tmp_path: Path) -> None:
     error = failed(tmp_path, BACKWARD, 'raise BaseExceptionGroup("many", [Stop("one"), ValueError("two")])')
     assert "raised BaseExceptionGroup: many (2 sub-exceptions)" in str(error)
     assert "ValueError: two" in error.user_traceback
 
 
-def test_an_interrupt_is_none(tmp_path: Path) -> None:
+def test_a_keyboard_interrupt_in_user_code_interrupts_the_run(tmp_path: Path) -> None:
     record = train(raising_at(tmp_path, FORWARD, "raise KeyboardInterrupt"), replays=0)
     assert (record.interrupted, len(record.steps)) == (True, 3)

@@ -1,4 +1,4 @@
-"""What a user sees of an exception in their own code."""
+"""The message and traceback that a user sees for an exception in their own code."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def shown(folder: Path, *overrides: str, net: str) -> str:
 
 
 def frames(text: str) -> list[str]:
-    """File and function of every frame, innermost last."""
+    """The file and function of every frame, innermost last."""
     lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
     return [f"{Path(line.split(chr(34))[1]).name}:{line.rpartition(' in ')[2]}" for line in lines]
 
@@ -50,13 +50,15 @@ class Broken(Net):
     ],
     ids=["only the user's are shown", "the library's that raised is kept", "the dispatcher's is of no interest"],
 )
-def test_the_frames_of_an_error(tmp_path: Path, returned: str, expected: list[str], said: str) -> None:
+def test_a_traceback_shows_user_frames_and_the_raising_library_frame(
+    tmp_path: Path, returned: str, expected: list[str], said: str
+) -> None:
     text = shown(tmp_path, "model.target=net.py:Broken", net=BROKEN.format(returned))
     assert frames(text) == expected
     assert said in text.splitlines(keepends=True)[-1]
 
 
-def test_a_call_that_does_not_fit_shows_only_the_error(tmp_path: Path) -> None:
+def test_a_call_with_wrong_arguments_shows_no_frame_of_ampdbg(tmp_path: Path) -> None:
     text = shown(tmp_path, "data.target=net.py:named", net="named = [({'a': 1}, 0)]\n")
     assert "TypeError" in text
     assert str(Path(ampdbg.__file__).parent) not in text
@@ -79,7 +81,7 @@ def deeply_broken():
 """
 
 
-def test_causes_are_shown_without_plumbing_too_also_thousands_of_them(tmp_path: Path) -> None:
+def test_causes_are_shown_without_frames_of_ampdbg_even_if_thousands(tmp_path: Path) -> None:
     text = shown(tmp_path, "model.target=net.py:broken", net=CAUSED)
     assert "The above exception was the direct cause" in text
     assert frames(text)[-1] == "net.py:broken"
@@ -88,7 +90,7 @@ def test_causes_are_shown_without_plumbing_too_also_thousands_of_them(tmp_path: 
     assert text.count("ValueError: again") >= 3000
 
 
-def test_an_error_may_have_an_attribute_of_the_name_that_groups_of_errors_have(tmp_path: Path) -> None:
+def test_an_error_may_have_an_exceptions_attribute_like_an_exception_group(tmp_path: Path) -> None:
     source = "class Several(Exception):\n    exceptions = None\n\ndef broken():\n    raise Several('none left')\n"
     text = shown(tmp_path, "model.target=net.py:broken", net=source)
     assert "Several: none left" in text
@@ -101,7 +103,7 @@ def test_the_original_exception_is_the_cause(tmp_path: Path) -> None:
     assert type(raised.value.__cause__) is ArithmeticError
 
 
-def test_an_error_of_ampdbg_passes_through() -> None:
+def test_an_error_of_ampdbg_is_raised_unchanged() -> None:
     with pytest.raises(WorkloadError, match=r"^as it was$"), USER.running("training"):
         raise WorkloadError("as it was")
 
