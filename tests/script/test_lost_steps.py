@@ -217,7 +217,7 @@ def test_a_step_with_a_non_finite_loss_is_named_captured_and_replayed(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_requested_capture_does_not_replace_that_of_a_failing_step(tmp_path: Path) -> None:
+def test_a_requested_capture_does_not_replace_the_capture_of_a_failing_step(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, STOPS, "model", "once", options=("--emulate", "--capture-step=7"))
     assert steps_captured(record) == [5, 7]
 

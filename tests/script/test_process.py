@@ -150,7 +150,7 @@ CODES = ["-1", "256", "2**31", "2**63 - 1", "2**63", "2**70", "-2**70", "True", 
 
 
 @pytest.mark.parametrize("code", slow_but_for(["-1", "2**63", "(1, 2)", "odd"], [*CODES, "odd"]))
-def test_the_exit_code_and_the_output_are_those_of_python(tmp_path: Path, code: str) -> None:
+def test_exit_code_and_output_are_the_same_as_under_python(tmp_path: Path, code: str) -> None:
     text = ODD if code == "odd" else f"import sys\nsys.exit({code})"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     ours, pythons = start(tmp_path, "run", "--no-watch", "train.py"), alone(tmp_path, "train.py")
