@@ -299,13 +299,13 @@ def test_a_nan_that_collapses_the_scripts_own_loss_scale_is_named_by_line(tmp_pa
     assert collapse.message == "the loss scale keeps falling, from 1,024 to 0.5"
 
 
-def test_the_scripts_own_loss_scale_oscillates_if_the_script_grows_it_too_often(tmp_path: Path) -> None:
+def test_growing_the_scripts_own_loss_scale_too_often_is_an_oscillation(tmp_path: Path) -> None:
     grown, _, _ = ran(tmp_path, OWN_SCALER, "14", "1", "1", "none", "")
     assert [(found.code, found.severity) for found in grown.findings] == [("scale-oscillation", "warning")]
 
 
 @pytest.mark.slow
-def test_a_fixed_loss_scale_of_the_script_is_an_error_only_if_it_is_too_large(tmp_path: Path) -> None:
+def test_a_fixed_loss_scale_of_the_script_is_an_error_only_if_too_large(tmp_path: Path) -> None:
     never, _, _ = ran(tmp_path, OWN_SCALER, "26", "0", "0", "none", "")
     assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
     sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0", "0", "none", "")

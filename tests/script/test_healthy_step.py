@@ -37,7 +37,7 @@ torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1
 @pytest.mark.parametrize(
     ("factor", "found"), [("1000", ["silent-overflow"]), pytest.param("1", [], marks=pytest.mark.slow)]
 )
-def test_a_step_after_ten_taken_steps_is_compared_and_captured_if_it_hides_an_overflow(
+def test_a_hidden_overflow_is_found_and_captured_after_ten_taken_steps(
     tmp_path: Path, factor: str, found: list[str]
 ) -> None:
     result, record = run(tmp_path, HIDDEN, factor)

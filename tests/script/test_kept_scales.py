@@ -63,7 +63,7 @@ for step in range(12):
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["30000"], ["30000", "1"]))
-def test_the_scripts_own_loss_scale_is_named_if_it_is_too_large(tmp_path: Path, gain: str) -> None:
+def test_the_scripts_own_loss_scale_is_an_error_only_if_too_large(tmp_path: Path, gain: str) -> None:
     record, page, code = ran(tmp_path, OWN, gain)
     if gain == "1":
         assert (code, record.verdict, record.findings) == (0, "healthy", ())

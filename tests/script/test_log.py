@@ -168,7 +168,7 @@ def test_a_log_with_a_default_name_overwrites_no_other_file(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("record", ["r.jsonl", os.devnull])
-def test_the_log_is_in_the_ampdbg_folder_if_the_record_gives_no_name_for_it(tmp_path: Path, record: str) -> None:
+def test_the_log_is_in_the_ampdbg_folder_if_the_record_path_gives_no_log_name(tmp_path: Path, record: str) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     for _ in range(2):
         done = start(tmp_path, "run", "--emulate", "--record", record, "train.py", "1", "2")

@@ -130,7 +130,7 @@ def test_an_overflow_of_a_criterion_outside_the_model_is_named(tmp_path: Path) -
     ("value", "how", "ends", "name"),
     [("nan", "exit", 7, "NaN"), ("inf", "exit", 7, "inf"), ("-inf", "exit", 7, "inf"), ("nan", "once", 1, "NaN")],
 )
-def test_a_non_finite_batch_is_bad_data_in_the_run_and_in_a_replay_or_bisect(
+def test_a_non_finite_batch_is_bad_data_in_run_replay_and_bisect(
     tmp_path: Path, value: str, how: str, ends: int, name: str
 ) -> None:
     record, page, code = ran(tmp_path, STOPS, value, how)
@@ -316,7 +316,7 @@ print("trained", scaler.get_scale())
 
 @pytest.mark.slow
 def test_a_patch_is_proven_outside_the_autocast_region_of_the_script(tmp_path: Path) -> None:
-    """With the patch the script continues, and the pass is known to end only when the next begins, under autocast."""
+    """With the patch the script continues, and only the next pass, under autocast, shows that the first has ended."""
     record = run(tmp_path, ACCUMULATES, options=("--emulate",))[1]
     (capture,) = captured(record)
     patched = start(tmp_path, "suggest-fp32", "--apply", capture)

@@ -27,7 +27,7 @@ for step in range(8):
         loss = net(x).float().square().mean() * 1e-3
     STEP
 """)
-"""Dropout multiplies the values of about 10,000 that it keeps by ten."""
+"""Dropout multiplies the values that it keeps, about 10,000, by ten."""
 
 LIBRARY = """
 from torch import nn

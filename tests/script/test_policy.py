@@ -31,7 +31,7 @@ def test_the_first_of_a_row_of_non_finite_losses_is_replayed_for_each_optimizer(
     policy.taken(0)
     assert [lost(policy, 0), lost(policy, 0), lost(policy, 1)] == [True, False, True]
     policy.taken(0)
-    assert not lost(policy, 0)  # the limit of a kind is reached
+    assert not lost(policy, 0)  # the limit for one kind is reached
 
 
 def test_a_step_with_only_non_finite_gradients_ends_a_row_of_non_finite_losses() -> None:
@@ -51,7 +51,7 @@ def test_replays_of_settling_scales_do_not_count_toward_the_limit_for_faults() -
     assert row(policy, 20) == []
 
 
-def test_replays_of_settling_scales_count_once_their_share_of_the_run_is_spent() -> None:
+def test_settling_scales_are_replayed_up_to_a_limit_after_the_time_share_is_spent() -> None:
     policy = Policy()
     for _ in range(1000):
         policy.ended()
@@ -62,7 +62,7 @@ def test_replays_of_settling_scales_count_once_their_share_of_the_run_is_spent()
     assert row(policy, 10) == []
 
 
-def test_a_step_that_fails_at_a_scale_of_1_is_replayed_even_without_time_left() -> None:
+def test_a_step_whose_scale_cannot_settle_is_replayed_even_without_time_left() -> None:
     for may_settle in (True, False):
         policy = Policy()
         for _ in range(1000):

@@ -27,7 +27,7 @@ def alone(folder: Path, *arguments: str) -> Result:
 
 
 def both(folder: Path, text: str) -> tuple[Result, Result]:
-    """Runs a script of this text alone and watched; the record is ``r.json``."""
+    """Runs a script of this text alone and with ampdbg; the record is ``r.json``."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     return alone(folder, "train.py"), start(folder, "run", "--record=r.json", "train.py")
 

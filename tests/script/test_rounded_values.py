@@ -1,4 +1,4 @@
-"""A line whose input was rounded too early: the patch is at the place that makes the value, wherever that is."""
+"""A line whose input was rounded too early: the patch is placed where the value is made, in any kind of code."""
 
 import textwrap
 from pathlib import Path

@@ -67,7 +67,7 @@ for step in range(8):
         loss = net(torch.randn(4, 8).cuda(), gain, offset)
     STEP
 """)
-"""Step 2 has no finite gradients in any precision; step 3 has none in FP16 alone."""
+"""Step 2 has no finite gradients in any precision; in step 3 only FP16 has none."""
 
 LENGTH, SMALL = ("true-nan", 2, "length", None), ("eps-underflow", 3, "small", None)
 
@@ -125,7 +125,7 @@ for step in range(40):
 
 
 CASES = {
-    "none lasts": ("1", "65536", [("scale-restart", "error")]),  # no step is taken, and no error says so
+    "none lasts": ("1", "65536", [("scale-restart", "error")]),  # no step is taken, without an error
     "each lasts a little": ("4", "65536", [("scale-restart", "warning")]),
     "nothing is lost": ("1", "64", []),
     "one scaler, as it ought to be": ("40", "65536", [("scale-calibration", "info")]),

@@ -1,4 +1,4 @@
-"""Values that an earlier half pass made inf or NaN are not a fault of the step that reads them, even in FP32."""
+"""Values that an earlier half pass made inf or NaN are not a fault of the step that reads them, whatever FP32 gives."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The script's own lines between or before its model and loss: found, replayed, searched and patched like modules."""
+"""The script's own lines before its model or before its loss: found, replayed, searched and patched like modules."""
 
 from pathlib import Path
 

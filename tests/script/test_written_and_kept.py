@@ -39,7 +39,7 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 500])
-def test_a_step_that_fills_in_a_moved_tensor_is_replayed_when_it_first_fails(tmp_path: Path, calls: int) -> None:
+def test_a_step_that_fills_in_a_moved_tensor_is_replayed_at_its_first_failure(tmp_path: Path, calls: int) -> None:
     result, record = run(tmp_path, FILLS_IN, "1e3", str(calls))
     line = 'points = torch.matmul(moved, torch.full((8, 4, 1), gain, device="cuda"))'
     assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", line)
