@@ -1,4 +1,4 @@
-"""Training scripts as their users write them: no word of ampdbg in them."""
+"""Training scripts as users write them: none mentions ampdbg."""
 
 import re
 import textwrap
@@ -20,7 +20,7 @@ scaler.update()
 
 
 def loop(text: str) -> str:
-    """A script of this text behind the usual imports and the seed, with a line ``STEP`` for how most steps end."""
+    """Prefixes the usual imports and the seed, and replaces each line ``STEP`` by the end of a usual step."""
     return HEAD + re.sub("^( *)STEP\n", lambda found: textwrap.indent(STEP, found[1]), text.lstrip(), flags=re.M)
 
 
@@ -71,7 +71,7 @@ def main(gain, steps):
 if __name__ == "__main__":
     main(float(sys.argv[1]), int(sys.argv[2]))
 """
-"""Its attention overflows with a gain of 400, and not with 1."""
+"""The attention overflows with a gain of 400, but not with 1."""
 
 LOSS_LINE = loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
@@ -85,7 +85,7 @@ for _ in range(7):
         loss = similar.float().mean() * 1e-9 + y.float().square().mean()
     STEP
 """)
-"""The overflow stands outside of any module."""
+"""The overflow is outside every module."""
 
 GAN = loop("""
 netG, netD = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).cuda(), nn.Sequential(nn.Linear(8, 1)).cuda()
@@ -108,7 +108,7 @@ for step in range(8):
     scaler.step(optimizers[0])
     scaler.update()
 """)
-"""With a gain of 1e9 no gradient of the generator is finite; the discriminator's are, in its own step."""
+"""With a gain of 1e9 no gradient of the generator is finite; the discriminator's own step has finite gradients."""
 
 ONE_MODULE = loop("""
 class Own(nn.Module):
@@ -130,7 +130,7 @@ def main():
 
 main()
 """)
-"""A model without parts, gone when the script ends."""
+"""A model without submodules, freed before the script ends."""
 
 CALIBRATION = loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
@@ -142,7 +142,7 @@ for _ in range(30):
         loss = (net(x) * 12 - 3).pow(2).mean() * 3
     STEP
 """)
-"""It settles at a scale of 256, as healthy scripts do."""
+"""The loss scale settles at 256, as in healthy scripts."""
 
 UNSCALED = """
 for _ in range(3):
@@ -150,7 +150,7 @@ for _ in range(3):
     net(x).pow(2).mean().backward()
     optimizer.step()
 """
-"""To be put behind another: a second loop, without a scaler."""
+"""A second loop without a scaler, to append to another script."""
 
 DIVERGING = loop("""
 net = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 1)).cuda()
@@ -162,7 +162,7 @@ for _ in range(30):
         loss = (net(x).float() - 3).pow(2).mean()
     STEP
 """)
-"""A learning rate that is far too large: FP32 diverges too."""
+"""The learning rate is far too large: FP32 diverges too."""
 
 ALTERNATING = loop("""
 actor, critic = nn.Linear(16, 16).cuda(), nn.Linear(16, 1).cuda()
@@ -182,7 +182,7 @@ for _ in range(8):
         loss.backward()
         of_critic.step()
 """)
-"""Three steps a turn, of which the first overflows with a gain of 1e3."""
+"""Each turn has three steps; the first overflows with a gain of 1e3."""
 
 ODD = loop("""
 class Equal(torch.optim.SGD):
@@ -200,7 +200,7 @@ train(nn.Linear(4, 4, device="meta"), torch.ones(2, 4, device="meta"), torch.amp
 print("tried out")
 train(nn.Linear(4, 4).cuda(), torch.ones(2, 4).cuda(), torch.amp.GradScaler("cuda"))
 """)
-"""A loop tried out on a model that has shapes alone, and an optimizer that has no hash."""
+"""A loop that first runs on a model on the meta device, with an unhashable optimizer."""
 
 FP32 = """
 import torch
@@ -216,7 +216,7 @@ for _ in range(4):
     loss.backward()
     optimizer.step()
 """
-"""It never asked for anything else; with a logarithm of negative numbers its loss is NaN."""
+"""It trains in FP32 only; with a logarithm of negative numbers its loss is NaN."""
 
 FOLDS = loop("""
 for fold in range(4):
@@ -231,7 +231,7 @@ for fold in range(4):
                 BREAKS
         STEP
 """)
-"""Each fold settles at a scale of 256, as healthy scripts do; with a line for BREAKS the last one collapses."""
+"""The loss scale of each fold settles at 256, as in healthy scripts; a line for BREAKS makes the last collapse."""
 
 MODEL = loop("""
 class Mix(nn.Module):
@@ -293,7 +293,7 @@ def _looped(step: str) -> str:
 
 
 LOOPS = {name: _looped(step) for name, step in _STEPS.items()}
-"""Loops over one model, whose ``similar`` overflows with a gain of 1e3, and not with 1.0; it prints, and draws."""
+"""Loops over one model: ``similar`` overflows with a gain of 1e3, but not with 1.0. It prints and draws numbers."""
 
 DISTRIBUTED = (
     PLAIN.partition("def main(")[0].replace('device = "cuda" if torch.cuda.is_available() else "cpu"', "")
@@ -326,4 +326,4 @@ dist.barrier()
 dist.destroy_process_group()
 """
 )
-"""For two processes, with NCCL on a GPU each: on the ranks that it is given its attention overflows in three steps."""
+"""For two processes with NCCL and a GPU each: on the given ranks, the attention overflows in three steps."""

@@ -1,4 +1,4 @@
-"""A script that raises before it has a loss: what its modules gave until then is held against FP32."""
+"""A script that raises before its loss: the module outputs up to then are compared with FP32."""
 
 from pathlib import Path
 
@@ -45,24 +45,22 @@ for step in range(8):
         loss = (net(x).float() - target.detach().float().tanh()).pow(2).mean()
     STEP
 """)
-"""Computes a target, mostly without gradients, and raises at step ``when``: because of it, or of another matter."""
+"""Computes a target, mostly without gradients; raises at step ``when``, due to the target or for another reason."""
 
 KINDS = ["teacher", "own", "parts", "moved"]
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["teacher", "parts"], KINDS))
-def test_a_target_that_half_cannot_hold_is_named_though_no_gradient_leads_to_it(tmp_path: Path, kind: str) -> None:
+def test_an_input_beyond_fp16_is_found_if_the_script_raises_before_its_loss(tmp_path: Path, kind: str) -> None:
     record, page, code = ran(tmp_path, LOOKS_FIRST, kind, "large", "5")
     assert (code, record.verdict, record.steps_run, steps_captured(record)) == (1, "other", 6, [5])
     assert (record.findings[0].code, record.findings[0].step) == ("data-range", 5)
     assert "only its modules were replayed (the script ended before its loss)" in page
-    assert "in FP32 too the loss" not in page  # which nothing has computed
+    assert "in FP32 too the loss" not in page  # no replay computed a loss
 
 
 @pytest.mark.parametrize("step", slow_but_for(["0"], ["0", "5"]))
-def test_the_capture_of_a_step_that_ends_before_its_loss_fails_again_as_the_page_says(
-    tmp_path: Path, step: str
-) -> None:
+def test_replay_reproduces_data_range_for_a_step_that_ended_before_its_loss(tmp_path: Path, step: str) -> None:
     record, page, _ = ran(tmp_path, LOOKS_FIRST, "teacher", "large", step)
     again = start(tmp_path, "replay", captured(record)[0])
     said = " ".join(again.stdout.split())
@@ -76,10 +74,10 @@ def test_the_capture_of_a_step_that_ends_before_its_loss_fails_again_as_the_page
     ("fault", "why"),
     [("nothing", "every module output is finite"), ("mask", "its modules give inf or NaN in FP32 too")],
 )
-def test_what_is_infinite_in_fp32_too_is_not_blamed_for_an_error_nor_captured(
+def test_an_error_after_finite_or_masked_outputs_has_no_finding_and_no_capture(
     tmp_path: Path, kind: str, fault: str, why: str
 ) -> None:
     record, page, code = ran(tmp_path, LOOKS_FIRST, kind, fault, "5")
-    is_seen = why if kind != "parts" else "every module output is finite"  # its mask is in none of them
+    is_seen = why if kind != "parts" else "every module output is finite"  # with parts, no module output holds the mask
     assert (code, record.verdict, record.findings, steps_captured(record)) == (1, "inconclusive", (), [])
     assert is_seen in page

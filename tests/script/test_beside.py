@@ -1,4 +1,4 @@
-"""What runs beside a script's loop: its processes, threads and handlers of signals."""
+"""What runs beside a training loop: processes, threads and signal handlers."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from tests.siblings import slow_but_for
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop is one of a CPU, also where there is a GPU."""
+    """Runs the loop on the CPU even if there is a GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -50,7 +50,7 @@ ENDING
 
 
 def looped(folder: Path, prelude: str, forward: str, ending: str, loop: str = LOOP) -> str:
-    """What the script prints, whose step 3 is run again."""
+    """Returns the output of the script, whose step 3 is replayed."""
     text = loop.replace("PRELUDE", prelude).replace("FORWARD", forward).replace("ENDING", ending)
     (folder / "train.py").write_text(text, encoding="utf-8")
     done = start(folder, "run", "--emulate", "--record=r.json", "train.py")
@@ -71,7 +71,7 @@ signal.signal(signal.SIGTERM, handle)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
 @pytest.mark.parametrize("call", [4, 5])
-def test_a_signal_is_handled_as_in_the_loop_and_what_it_sets_stays(tmp_path: Path, call: int) -> None:
+def test_a_signal_handler_during_a_replay_runs_outside_autocast_and_stops_the_loop(tmp_path: Path, call: int) -> None:
     forward = f"""
         if call == 3:
             globals()["before"] = self.linear.weight.detach().clone()
@@ -80,7 +80,7 @@ def test_a_signal_is_handled_as_in_the_loop_and_what_it_sets_stays(tmp_path: Pat
     said = looped(tmp_path, HANDLER, forward, "print('steps', steps, stop)")
     assert said.splitlines() == ["autocast False same True", "steps 4 True"]
     record = read_record(tmp_path / "r.json")
-    assert (record.investigations, record.unseen.notes) == ((), ())  # the signal was not kept waiting
+    assert (record.investigations, record.unseen.notes) == ((), ())  # the signal was handled without delay
 
 
 RAISES = """
@@ -94,7 +94,7 @@ signal.signal(signal.SIGTERM, handle)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
-def test_what_a_handler_raises_reaches_the_script(tmp_path: Path) -> None:
+def test_an_exception_of_a_signal_handler_during_a_replay_reaches_the_script(tmp_path: Path) -> None:
     forward = "\n        if call == 4: signal.raise_signal(signal.SIGTERM)"
     prelude = f"{RAISES}\nsys.excepthook = lambda kind, *_: print('raised', kind.__name__, steps)"
     said = looped(tmp_path, prelude, forward, "print('not reached')")
@@ -118,7 +118,7 @@ centred = Centred()
 
 
 @pytest.mark.slow
-def test_what_a_loss_of_its_own_keeps_is_not_moved_on(tmp_path: Path) -> None:
+def test_a_replay_leaves_the_state_of_a_loss_module_unchanged(tmp_path: Path) -> None:
     text = LOOP.replace("(net(x).float() - 1)", "(centred(net(x).float()) - 1)")
     said = looped(tmp_path, LOSS, "pass", "print(centred.calls, steps)", text)
     assert said.split() == ["8", "8"]
@@ -147,7 +147,7 @@ seen = []
 
 
 @pytest.mark.slow
-def test_what_another_thread_writes_meanwhile_is_not_taken_back_and_its_names_are_noted(tmp_path: Path) -> None:
+def test_writes_of_another_thread_during_a_replay_are_kept_and_noted(tmp_path: Path) -> None:
     forward = "seen.append(call); time.sleep(0.02)"
     ending = (
         "ends = True; thread.join()\nprint(made == list(own) == list(table), last == own[-1], len(seen) > 8, steps)"
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "count"), [("spawn", "2 processes"), ("process", "1 process")])
-def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count: str) -> None:
+def test_processes_started_by_multiprocessing_are_noted_as_unwatched(tmp_path: Path, how: str, count: str) -> None:
     result, record = run(tmp_path, STARTS_PROCESSES, how)
     verb = "were" if how == "spawn" else "was"
     (note,) = record.unseen.notes
@@ -206,7 +206,7 @@ def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count
 
 
 @pytest.mark.parametrize("how", slow_but_for(["pool"], ["loader", "pool", "alone"]))
-def test_helpers_of_a_script_are_no_matter(tmp_path: Path, how: str) -> None:
+def test_data_loader_workers_and_pools_are_not_noted_as_unwatched(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, STARTS_PROCESSES, how)
     assert (record.unseen.notes, len(record.steps)) == ((), 2), result.stderr
 
@@ -231,8 +231,8 @@ print("parent", are_default(), [signal.getsignal(number) is signal.SIG_DFL for n
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no such processes")
-def test_a_signal_ends_a_forked_child_without_python_having_to_run(tmp_path: Path) -> None:
-    # A pool ends its workers by SIGTERM: a handler in Python came too late for one about to wait for a lock, for ever.
+def test_a_forked_child_has_the_default_signal_handlers_of_the_os(tmp_path: Path) -> None:
+    # A pool ends its workers by SIGTERM: a handler in Python never runs in a worker that waits for a lock forever.
     result, _ = run(tmp_path, SIGNALS)
     child, parent = result.stdout.splitlines()
     assert child == "child [True, True, True] [True, True, True]"

@@ -1,4 +1,4 @@
-"""Captures of a script's failing steps: written while it trains, run again when its process has long gone."""
+"""Captures of failing steps: written while the script trains, replayed after its process has ended."""
 
 import itertools
 import json
@@ -46,22 +46,22 @@ for step in range(400):
     scaler.update()
 """
 )
-"""From step 300 on its ``similar`` overflows, and at step 320 its process is killed."""
+"""``similar`` overflows from step 300 on, and the process is killed at step 320."""
 
 
 def capture_of(folder: Path) -> Path:
-    """The first capture that a run in the folder has written."""
+    """Returns the first capture of a run in the folder."""
     return min((folder / ".ampdbg" / "captures").glob("*.safetensors"))
 
 
 def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result, Record]:
-    """A command on a capture, and its record."""
+    """Runs a command on a capture and reads its record."""
     result = start(folder, command, str(capture), "--record=c.json", *options)
     assert (folder / "c.json").exists(), result.stderr
     return result, read_record(folder / "c.json")
 
 
-def test_an_overflow_is_named_by_module_op_and_line_and_captured_beside_a_frozen_mask(tmp_path: Path) -> None:
+def test_an_overflow_beside_a_frozen_mask_is_named_by_module_op_and_line_and_captured(tmp_path: Path) -> None:
     made = "self.attention, self.out ="
     mask = "self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)"
     result, record = run(tmp_path, scripts.PLAIN.replace(made, f"{mask}\n        {made}"), "400", "6")
@@ -77,7 +77,7 @@ def test_an_overflow_is_named_by_module_op_and_line_and_captured_beside_a_frozen
 
 
 @pytest.mark.slow
-def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
+def test_a_capture_of_a_killed_process_works_in_another_folder(tmp_path: Path) -> None:
     first, other = tmp_path / "first", tmp_path / "other"
     first.mkdir()
     other.mkdir()
@@ -96,7 +96,7 @@ def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     made = record.investigations[0]
     assert (made.step, made.reproduced, made.tries) == (300, 5, 5)
     assert "step 300 fails in 5 of 5 unchanged replays" in " ".join(result.stdout.split())
-    # The captured gain, not the script's own of its first steps.
+    # The captured gain, not the gain of the script's first steps.
     value = found.evidence["value"]
     assert isinstance(value, float)
     assert value > 65504
@@ -114,7 +114,7 @@ def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     assert "+++ b/train.py" in result.stdout
 
 
-def test_a_patch_of_a_capture_cures_the_script(tmp_path: Path) -> None:
+def test_a_patch_from_a_capture_makes_the_script_healthy(tmp_path: Path) -> None:
     run(tmp_path, scripts.PLAIN, "400", "6")
     result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)), "--apply")
     assert result.code == 0
@@ -143,11 +143,11 @@ for step in range(6):
         loss = nn.functional.cross_entropy(net(x), y)
     STEP
 """)
-"""With a factor of 3e5 a layer overflows, which torch's own code calls, and so do lines above it; not with 1."""
+"""With a factor of 3e5 a layer that torch's own code calls overflows, and so do lines above it; not with 1."""
 
 
 @pytest.mark.slow
-def test_a_librarys_module_is_kept_where_the_script_makes_the_model(tmp_path: Path) -> None:
+def test_a_library_module_is_kept_in_fp32_after_the_line_that_makes_the_model(tmp_path: Path) -> None:
     run(tmp_path, LIBRARYS, "3e5")
     result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
     assert (result.code, [pin.name for pin in record.pins]) == (0, ["1", "2"])
@@ -170,7 +170,7 @@ def test_a_librarys_module_is_kept_where_the_script_makes_the_model(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_calls_in_the_wrong_order_hide_no_overflow(tmp_path: Path) -> None:
+def test_clipping_before_unscaling_does_not_hide_an_overflow(tmp_path: Path) -> None:
     early = scripts.PLAIN.replace("        scaler.unscale_(optimizer)\n", "")
     result, record = run(tmp_path, early, "1", "6")
     assert [(found.code, found.root) for found in record.findings] == [("misuse-clip-scaled", None)]
@@ -183,7 +183,7 @@ def test_calls_in_the_wrong_order_hide_no_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_patch_of_another_file_is_proven_in_the_script(tmp_path: Path) -> None:
+def test_a_patch_of_an_imported_file_is_proven_in_the_script(tmp_path: Path) -> None:
     head, _, rest = scripts.PLAIN.partition("class Net(")
     head, imports = head.replace("torch.manual_seed(0)", ""), head.partition("torch.manual_seed")[0]
     (tmp_path / "parts.py").write_text(head, encoding="utf-8")
@@ -221,7 +221,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_replay_finds_what_the_run_has_found_with_the_same_numbers(tmp_path: Path, case: str) -> None:
+def test_a_replay_reproduces_the_finding_and_the_numbers_of_the_run(tmp_path: Path, case: str) -> None:
     text, code, module, line = CASES[case]
     result, record = run(tmp_path, text)
     found = record.findings[0]
@@ -240,7 +240,7 @@ def test_a_replay_finds_what_the_run_has_found_with_the_same_numbers(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_few_lines_that_make_the_same_calls_stand_for_the_script(tmp_path: Path) -> None:
+def test_replay_accepts_a_short_script_that_makes_the_same_calls(tmp_path: Path) -> None:
     run(tmp_path, scripts.PLAIN, "400", "6")
     few = """
 import torch
@@ -257,7 +257,7 @@ for _ in range(2):
     result, record = on(tmp_path, "replay", capture_of(tmp_path), "--script", "few.py")
     assert (result.code, *where(record)[:3:2]) == (1, "forward-overflow", "attention")
     assert record.investigations[0].reproduced == 5
-    assert result.stdout.rstrip().endswith("--script few.py")  # what to type next starts the same
+    assert result.stdout.rstrip().endswith("--script few.py")  # the suggested command starts the same script
 
 
 MOVES = scripts.loop("""
@@ -280,11 +280,11 @@ for step in range(4):
         loss = net(place).pow(2).mean()
     STEP
 """)
-"""Its model writes into what it is given, as those of molecules and bodies do that move."""
+"""The model writes into its argument, as models of moving molecules and bodies do."""
 
 
 @pytest.mark.slow
-def test_what_a_step_writes_into_its_arguments_is_undone_before_each_replay(tmp_path: Path) -> None:
+def test_in_place_writes_to_arguments_are_undone_before_each_replay(tmp_path: Path) -> None:
     _, record = run(tmp_path, MOVES)
     result, again = on(tmp_path, "replay", capture_of(tmp_path))
     here = again.investigations[0]
@@ -317,12 +317,12 @@ for step in range(34):
         loss = (net(torch.randn(64, 16, device="cuda")) - 30.0 * torch.randn(64, 1, device="cuda")).square().sum()
     STEP
 """)
-"""In its first steps the loss scale settles, and from step 30 on the loss is lost."""
+"""The loss scale settles in the first steps, and from step 30 on the loss is not finite."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ask", "first"), [("pass", 30), ("ampdbg.capture()", 2)])
-def test_steps_that_a_loss_scale_settles_in_make_room_for_the_failure(tmp_path: Path, ask: str, first: int) -> None:
+def test_captures_of_a_settling_scale_are_dropped_for_the_failing_step(tmp_path: Path, ask: str, first: int) -> None:
     record = run(tmp_path, SETTLES.replace("ASK", ask), options=("--emulate", "--max-captures=2"))[1]
     assert steps_captured(record) == sorted({first, 30})
     assert {Path(path) for path in captured(record)} == set((tmp_path / ".ampdbg" / "captures").iterdir())
@@ -330,8 +330,8 @@ def test_steps_that_a_loss_scale_settles_in_make_room_for_the_failure(tmp_path: 
 
 
 @pytest.mark.parametrize("lost_from", slow_but_for([3], [3, 6]))
-def test_a_loss_that_is_lost_while_a_loss_scale_settles_is_captured(tmp_path: Path, lost_from: int) -> None:
-    """No step has been sound before it."""
+def test_a_non_finite_loss_while_the_loss_scale_settles_is_captured(tmp_path: Path, lost_from: int) -> None:
+    """No earlier step is healthy."""
     script = SETTLES.replace("ASK", "pass").replace("step < 30", f"step < {lost_from}")
     record = run(tmp_path, script, options=("--emulate", "--max-captures=2"))[1]
     assert steps_captured(record) == [lost_from]
@@ -367,21 +367,21 @@ for step in range(8):
     alphas.step()
     alpha = log_alpha.exp()
 """)
-"""As a soft actor critic: the step of the last optimizer ends when the forward pass of the first is over."""
+"""As in soft actor-critic: the step of the last optimizer ends after the forward pass of the first."""
 
 
 @pytest.mark.slow
-def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: Path) -> None:
+def test_a_step_after_a_step_of_another_optimizer_is_captured_and_replayed(tmp_path: Path) -> None:
     _, record = run(tmp_path, TAKES_TURNS, options=("--emulate", "--capture-step=3"))
-    assert steps_captured(record) == [0, 1, 3]  # each optimizer has a row of its own: critic, actor, temperature
+    assert steps_captured(record) == [0, 1, 3]  # each optimizer has its own row: critic, actor, temperature
     assert [made.step for made in record.investigations] == [0, 1, 3]
     result, again = on(tmp_path, "replay", Path(captured(record)[2]))
     assert (result.code, again.investigations[0].reproduced) == (1, 5)
     line = "loss = critic(x).float().square().mean() * 1e-9"
     assert where(record) == ("forward-overflow", 0, "critic", line)
-    assert where(again) == ("forward-overflow", 0, "critic", line)  # where its row of withheld steps begins
+    assert where(again) == ("forward-overflow", 0, "critic", line)  # where its row of skipped steps begins
     assert "step 3 was replayed" in again.findings[0].message
-    # Its loss is compared with those of the critic, which are lost, and not with those of the temperature.
+    # Its loss is compared with the losses of the critic, which are not finite, not with those of the temperature.
     assert again.investigations[0].continuation == record.investigations[2].continuation == ()
 
 
@@ -390,7 +390,7 @@ ASKS = {"a signal": "os.kill(os.getpid(), signal.SIGUSR1)", "code": "__import__(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
-def test_a_capture_is_made_where_it_is_asked_for(tmp_path: Path, ask: str) -> None:
+def test_a_signal_or_ampdbg_capture_captures_the_current_step(tmp_path: Path, ask: str) -> None:
     text = scripts.PLAIN.replace("import sys, torch", "import os, signal, sys, torch")
     text = text.replace("    for _ in range(steps):", f"    for step in range(steps):\n        if step == 2: {ask}")
     result, record = run(tmp_path, text, "1", "6")
@@ -419,15 +419,15 @@ for step in range(60):
         loss = nn.functional.cross_entropy(net(x), y)
     STEP
 """)
-"""With a large gain the squares overflow, and what is divided by inf is zero: every loss is finite."""
+"""With a large gain the squares overflow, but division by inf gives zero: every loss is finite."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", ["1.0", "900.0"])
-def test_a_capture_of_a_step_that_looks_healthy_shows_what_no_loss_does(tmp_path: Path, gain: str) -> None:
+def test_a_replay_of_a_requested_step_finds_an_overflow_that_no_loss_shows(tmp_path: Path, gain: str) -> None:
     options = ("--emulate", "--capture-step=50")
     result, record = run(tmp_path, ERASED.replace("GAIN", gain), options=options)
-    # One healthy step is compared with FP32 unasked, and shows the same.
+    # The run itself compares one healthy step with FP32, and shows the same.
     assert (result.code, record.verdict) == ((0, "healthy") if gain == "1.0" else (1, "precision"))
     (capture,) = (Path(path) for path in captured(record) if path.endswith("-step-50.safetensors"))
     result, again = on(tmp_path, "replay", capture)
@@ -443,7 +443,7 @@ REFUSED = {"--max-capture-size=1kB": "it would take", "--max-captures=0": "at mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", REFUSED)
-def test_a_request_that_cannot_be_met_slows_no_step(tmp_path: Path, option: str) -> None:
+def test_a_refused_capture_request_leaves_every_step_untraced(tmp_path: Path, option: str) -> None:
     text = scripts.PLAIN.replace(
         "        optimizer.zero_grad()", "        print('modes', torch._C._len_torch_dispatch_stack())"
     )
@@ -457,12 +457,12 @@ def test_a_request_that_cannot_be_met_slows_no_step(tmp_path: Path, option: str)
     assert REFUSED[option] in note
 
 
-def test_without_ampdbg_run_nobody_captures(tmp_path: Path) -> None:
+def test_capture_returns_false_outside_ampdbg_run(tmp_path: Path) -> None:
     assert by_python(tmp_path, "-c", "import ampdbg; print(ampdbg.capture())") == "False\n"
 
 
 @pytest.mark.slow
-def test_a_capture_of_a_gpu_is_replayed_under_the_emulation(made: Path, tmp_path: Path) -> None:
+def test_a_capture_from_a_gpu_is_replayed_on_an_emulated_gpu(made: Path, tmp_path: Path) -> None:
     def on_a_gpu(head: dict[str, Any]) -> None:
         head.update(device="cuda:0")
         head["start"]["emulate"] = False
@@ -477,7 +477,7 @@ def test_a_capture_of_a_gpu_is_replayed_under_the_emulation(made: Path, tmp_path
     assert notes[0].endswith("its loss was NaN when captured, and is NaN here")
 
 
-# What a run does where a capture cannot be written
+# Runs that cannot write a capture
 
 
 def taken(folder: Path) -> tuple[str, ...]:
@@ -494,7 +494,7 @@ CANNOT: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CANNOT)
-def test_a_script_goes_on_without_a_capture(tmp_path: Path, case: str) -> None:
+def test_a_script_continues_if_no_capture_can_be_written(tmp_path: Path, case: str) -> None:
     options, told = CANNOT[case]
     result, record = run(tmp_path, scripts.PLAIN, "400", "6", options=("--emulate", *options(tmp_path)))
     assert result.code == 1
@@ -530,7 +530,7 @@ def test_runs_that_capture_in_the_same_second_keep_their_own_captures(tmp_path: 
 
 
 @pytest.mark.slow
-def test_only_captured_is_not_investigated(tmp_path: Path) -> None:
+def test_no_investigate_still_writes_a_capture_that_can_be_replayed(tmp_path: Path) -> None:
     _, record = run(tmp_path, scripts.PLAIN, "400", "6", options=("--emulate", "--no-investigate", "--max-captures=1"))
     assert all(made.reach == "none" for made in record.investigations)
     (capture,) = captured(record)
@@ -538,14 +538,14 @@ def test_only_captured_is_not_investigated(tmp_path: Path) -> None:
     assert (result.code, again.findings[0].code) == (1, "forward-overflow")
 
 
-def test_a_bad_size_is_refused_before_the_script_starts(tmp_path: Path) -> None:
+def test_a_bad_capture_size_is_refused_before_the_script_starts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('ran')", encoding="utf-8")
     result = start(tmp_path, "run", "--max-capture-size=lots", "train.py")
     assert (result.code, result.stdout) == (2, "")
     assert "--max-capture-size: got 'lots'" in result.stderr
 
 
-# Captures that fit nothing, or come from a stranger
+# Damaged, hostile and mismatched captures
 
 
 @pytest.fixture(scope="module")
@@ -557,7 +557,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def header(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """The tensors' places, the JSON and the bytes of a capture."""
+    """Returns the tensor entries, the JSON head and the tensor bytes of a capture."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     places = json.loads(content[8 : 8 + length])
@@ -572,7 +572,7 @@ def written(path: Path, places: dict[str, Any], head: Any, rest: bytes) -> Path:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], Path]:
-    """What writes a capture with another head."""
+    """Returns a function that writes the capture with a changed head."""
 
     def write(capture: Path, to: Path) -> Path:
         places, head, rest = header(capture)
@@ -583,7 +583,7 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], P
 
 
 def damaged_python(capture: Path, to: Path) -> Path:
-    """A capture whose random state of Python holds a negative number."""
+    """Writes a capture whose state of Python's random generator holds a negative number."""
     places, head, rest = header(capture)
     words = head["random_state"]["list"][0]["list"][1]["tensor"]
     begin = places[words]["data_offsets"][0]
@@ -636,11 +636,11 @@ STARTS_THE_SCRIPT = (
     "a negative word of the random state",
     "a random state of text",
 )
-"""What is found out only where the script is started again, which takes long."""
+"""These are found only after the script is restarted, which takes long."""
 
 
 @pytest.mark.parametrize("case", slow_but_for(HOSTILE.keys() - set(STARTS_THE_SCRIPT), HOSTILE))
-def test_a_hostile_capture_is_refused_in_a_line(
+def test_a_hostile_capture_is_refused_with_one_error_line(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     monkeypatch.chdir(made)
@@ -689,12 +689,12 @@ UNLIKE: dict[str, tuple[str, str, str]] = {
         "it makes 5 calls, and the captured one 2",
     ),
 }
-"""What becomes of the script, what is started of it, and what is said then."""
+"""The changed script, the value of --script, and the error message."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", UNLIKE)
-def test_a_script_that_does_not_come_to_the_step_says_why(made: Path, tmp_path: Path, case: str) -> None:
+def test_replay_says_why_the_script_does_not_reach_the_captured_step(made: Path, tmp_path: Path, case: str) -> None:
     text, starts, told = UNLIKE[case]
     shutil.copy(capture_of(made), tmp_path / "c.safetensors")
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
@@ -706,7 +706,7 @@ def test_a_script_that_does_not_come_to_the_step_says_why(made: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_lost_loss_is_found_again_before_the_model_is_called_once_more(made: Path, tmp_path: Path) -> None:
+def test_a_captured_loss_is_replayed_despite_an_added_model_call_after_the_loss(made: Path, tmp_path: Path) -> None:
     shutil.copy(capture_of(made), tmp_path / "c.safetensors")
     other = scripts.PLAIN.replace("F.cross_entropy(net(x), target)", "F.cross_entropy(net(x), target) + net(x).mean()")
     (tmp_path / "train.py").write_text(other, encoding="utf-8")
@@ -716,7 +716,7 @@ def test_a_lost_loss_is_found_again_before_the_model_is_called_once_more(made: P
 
 
 @pytest.mark.slow
-def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Path) -> None:
+def test_a_restarted_script_runs_no_code_after_the_captured_step(made: Path, tmp_path: Path) -> None:
     shutil.copy(capture_of(made), tmp_path / "c.safetensors")
     text = scripts.PLAIN.replace("    main(float", "    try:\n        main(float")
     (tmp_path / "train.py").write_text(
@@ -729,7 +729,7 @@ def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("option", [("--steps=3",), ("--set", "train.steps=3"), ("--seed=1",)])
-def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, ...]) -> None:
+def test_bisect_of_a_capture_refuses_config_options(made: Path, option: tuple[str, ...]) -> None:
     result = start(made, "bisect", str(capture_of(made)), *option)
     assert result.code == 2
     assert "which is one recorded step and takes none of them" in result.stderr
@@ -737,7 +737,7 @@ def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, .
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["restarting train.py", "replaying step"])
-def test_a_replay_that_is_interrupted_ends_with_130(at: str, made: Path, tmp_path: Path) -> None:
+def test_an_interrupted_replay_exits_with_130_and_records_nothing(at: str, made: Path, tmp_path: Path) -> None:
     errors, _ = interrupted(at, made, tmp_path, "replay")
     assert errors[-1] == "interrupted: nothing was recorded"
 
@@ -747,12 +747,12 @@ TWICE = {
     "timeout": [(False, signal.SIGTERM), (False, signal.SIGTERM)],
     "a batch system": [(True, signal.SIGTERM), (False, signal.SIGTERM)],
 }
-"""Which signals end a command, and whether its children get them."""
+"""The signals that end a command, and whether its children get them."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sender", TWICE)
-def test_a_search_that_is_interrupted_keeps_what_it_has_found(sender: str, made: Path, tmp_path: Path) -> None:
+def test_an_interrupted_search_exits_with_130_and_records_its_trials(sender: str, made: Path, tmp_path: Path) -> None:
     _, stdout = interrupted("trial 1:", made, tmp_path, "bisect", TWICE[sender])
     assert stdout.startswith("! Interrupted")
     record = read_record(tmp_path / "r.json")
@@ -761,14 +761,14 @@ def test_a_search_that_is_interrupted_keeps_what_it_has_found(sender: str, made:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that another has started, on Linux."""
+    """Returns the child processes of a process, on Linux."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
 
 
 def interrupted(
     at: str, made: Path, temporary: Path, verb: str, signals: Sequence[tuple[bool, int]] = TWICE["Ctrl-C"]
 ) -> tuple[list[str], str]:
-    """What a command on the capture writes to stderr, by lines, and to stdout: signals meet it at a line of stderr."""
+    """Runs a command on the capture, sends signals at a line of its stderr, and returns its stderr lines and stdout."""
     program = [sys.executable, "-m", "ampdbg", verb, str(capture_of(made)), f"--record={temporary / 'r.json'}"]
     found = environment(PYTHONPATH=os.pathsep.join(sys.path), TMPDIR=str(temporary))
     child = subprocess.Popen(program, cwd=made, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -777,7 +777,7 @@ def interrupted(
     before = [*itertools.takewhile(lambda line: not line.startswith(at), lines)]
     assert child.poll() is None, before
     if at == "restarting train.py":
-        time.sleep(0.5)  # into the imports of the other process
+        time.sleep(0.5)  # during the imports of the other process
     for is_of_children, number in signals:
         for pid in children_of(child.pid) if is_of_children else [child.pid]:
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Loops that clip their gradients: FP32 goes on as they do."""
+"""Loops that clip their gradients: the FP32 continuation clips too."""
 
 from pathlib import Path
 
@@ -36,11 +36,11 @@ for step in range(8):
     scaler.step(optimizer)
     scaler.update()
 """)
-"""Without clipping a gradient of norm 6,000 throws its weights far away."""
+"""Without clipping, a gradient of norm 6,000 makes the weights diverge."""
 
 
 @pytest.mark.parametrize("how", slow_but_for(["clips"], ["clips", "does not"]))
-def test_a_run_that_clips_is_not_said_to_diverge_for_what_it_would_do_without(tmp_path: Path, how: str) -> None:
+def test_an_overflow_is_a_precision_fault_only_if_the_loop_clips_its_gradients(tmp_path: Path, how: str) -> None:
     record, _, _ = ran(tmp_path, CLIPPED, how)
     if how == "clips":
         line = "h = (torch.relu(self.a(x)) * self.gain) / self.gain"

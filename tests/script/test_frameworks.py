@@ -1,4 +1,4 @@
-"""``ampdbg run``, ``ampdbg.watch`` with captures and the callbacks, in scripts of frameworks and in a plain loop."""
+"""``ampdbg run``, ``ampdbg.watch`` with captures and the callbacks, in framework scripts and in a plain loop."""
 
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ PLANTED = {
     "lightning.fabric": ("nn.ReLU()", "Mix()", "1"),
     "transformers": ("args = Tr", "net.transformer.h[1].mlp.act = Mix()\nargs = Tr", "transformer.h.1.mlp.act"),
 }
-"""What stands in each script, the fault in its place, and the fault's module."""
+"""The text to replace in each script, the fault, and the fault's module."""
 
 CALLBACKS = {
     "lightning": ("t = L.Trainer(", "t = L.Trainer(callbacks=[__import__('ampdbg').lightning_callback()], "),
@@ -101,7 +101,7 @@ CALLBACKS = {
 
 
 def text_of(name: str, is_faulty: bool = False) -> str:
-    """The script of a framework, as it is or with its fault."""
+    """Returns the script of a framework, healthy or with its fault."""
     healthy, faulty, _ = PLANTED[name]
     text = HEAD + SCRIPTS[name] + END
     return text.replace(healthy, faulty) if is_faulty else text
@@ -109,7 +109,7 @@ def text_of(name: str, is_faulty: bool = False) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_framework_trains_in_fp16_where_a_gpu_is_emulated(tmp_path: Path, name: str) -> None:
+def test_a_framework_trains_in_fp16_on_an_emulated_gpu(tmp_path: Path, name: str) -> None:
     text = text_of(name)
     result, record = run(tmp_path, text)
     assert (result.code, record.verdict, record.environment.policy) == (0, "healthy", "cuda")
@@ -122,9 +122,9 @@ def test_a_framework_trains_in_fp16_where_a_gpu_is_emulated(tmp_path: Path, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_named_and_the_step_run_again(tmp_path: Path, name: str) -> None:
+def test_a_fault_in_a_framework_script_is_named_and_replayed(tmp_path: Path, name: str) -> None:
     text = text_of(name, is_faulty=True).replace("max_norm=1.0)", "max_norm=1.0, error_if_nonfinite=False)")
-    result, record = run(tmp_path, text, options=("--emulate", "--fail-on=never"))  # else Fabric ends it
+    result, record = run(tmp_path, text, options=("--emulate", "--fail-on=never"))  # else Fabric raises
     bare = start(tmp_path, "run", "--emulate", "--no-watch", "train.py")
     assert (result.code, result.stdout.splitlines()[-1]) == (0, bare.stdout.splitlines()[-1])
     found, module = record.findings[0], PLANTED[name][2]
@@ -140,8 +140,8 @@ def test_a_planted_fault_is_named_and_the_step_run_again(tmp_path: Path, name: s
 
 
 @pytest.mark.slow
-def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> None:
-    """Accelerate enters autocast within the model's call, where it cannot be seen around it; step 5 ends the script."""
+def test_autocast_inside_the_model_is_known_from_earlier_steps(tmp_path: Path) -> None:
+    """Accelerate enters autocast inside the model's call, unseen from outside; step 5 ends the script."""
     text = text_of("accelerate", is_faulty=True).replace("3e3", "gain").replace("steps=2", "steps=1")
     for old, new in {
         "for x, y in data:": "for step, (x, y) in enumerate(data):",
@@ -155,17 +155,17 @@ def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> 
     assert record.investigations[0].low.dtype == "float16"
 
 
-# A loop, or a callback of a framework, that watches itself
+# Loops and framework callbacks that use ampdbg themselves
 
 
 def emulated(folder: Path, text: str, *arguments: str) -> Result:
-    """The script on an emulated GPU, and nobody that watches it from outside."""
+    """Runs the script on an emulated GPU without watching the script."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     return start(folder, "run", "--emulate", "--no-watch", "train.py", *arguments)
 
 
 def with_watch(text: str) -> str:
-    """The script with its loop in a watch that captures."""
+    """Returns the script with its loop inside a watch that captures."""
     text = text.replace("import sys, torch", "import sys, torch, ampdbg")
     begins = "    watch = ampdbg.watch(net, optimizer, captures='kept').start()\n    for _ in range(steps):"
     text = text.replace("    for _ in range(steps):", begins)
@@ -174,14 +174,14 @@ def with_watch(text: str) -> str:
 
 
 def replayed(folder: Path, captures: Path) -> Record:
-    """The record of a replay of the first capture."""
+    """Replays the first capture and returns the record."""
     start(folder, "replay", str(min(captures.iterdir())), "--record=c.json")
     return read_record(folder / "c.json")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", ["1", "400"])
-def test_a_watched_loop_captures_its_bad_steps(tmp_path: Path, gain: str) -> None:
+def test_a_loop_with_ampdbg_watch_captures_its_failing_steps(tmp_path: Path, gain: str) -> None:
     unwatched = emulated(tmp_path, scripts.PLAIN, gain, "6")
     result = emulated(tmp_path, with_watch(scripts.PLAIN), gain, "6")
     assert (result.code, result.stdout) == (0, unwatched.stdout)
@@ -195,7 +195,7 @@ def test_a_watched_loop_captures_its_bad_steps(tmp_path: Path, gain: str) -> Non
     assert (again.code, again.module, again.source) == (found.code, found.module, found.source)
 
 
-def test_a_step_is_asked_for_in_a_watched_loop(tmp_path: Path) -> None:
+def test_capture_returns_true_in_a_loop_with_ampdbg_watch(tmp_path: Path) -> None:
     text = with_watch(scripts.PLAIN).replace("optimizer.zero_grad()", "optimizer.zero_grad(); print(ampdbg.capture())")
     result = emulated(tmp_path, text, "1", "3")
     assert result.stdout.count("True") == 3
@@ -205,7 +205,7 @@ def test_a_step_is_asked_for_in_a_watched_loop(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("is_faulty", [False, True])
-def test_a_callback_watches_and_captures(tmp_path: Path, name: str, is_faulty: bool) -> None:
+def test_a_framework_callback_names_and_captures_a_fault(tmp_path: Path, name: str, is_faulty: bool) -> None:
     text, module = text_of(name, is_faulty), PLANTED[name][2]
     unwatched = emulated(tmp_path, text)
     result = emulated(tmp_path, text.replace(*CALLBACKS[name]))
@@ -222,7 +222,7 @@ def test_a_callback_watches_and_captures(tmp_path: Path, name: str, is_faulty: b
 
 
 @pytest.mark.parametrize("captures", [3, True, b"folder", ["folder"]])
-def test_captures_that_are_no_path_are_refused(captures: Any) -> None:
+def test_watch_refuses_captures_that_are_not_a_path(captures: Any) -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match="instead of the path of a folder; allowed: watch"):
         watch(model, torch.optim.SGD(model.parameters()), captures=captures)

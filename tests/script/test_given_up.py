@@ -1,4 +1,4 @@
-"""Steps that a loop gives up by itself: it looks at its loss, or at its gradients, and goes on to the next batch."""
+"""Steps that the script itself skips: it checks its loss or gradients and continues with the next batch."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ OVERFLOW = "similar = self.q(x) @ self.k(x).transpose(-1, -2)"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
-def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
+def test_a_step_that_the_script_skips_is_named_captured_and_patched(tmp_path: Path, how: str) -> None:
     record, _, code = ran(tmp_path, GIVES_UP, "model", how)
     assert (code, record.verdict) == (1, "precision")
     assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
@@ -93,7 +93,7 @@ def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how
 
 
 @pytest.mark.slow
-def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path: Path) -> None:
+def test_half_weights_with_ddp_hooks_are_investigated_only_by_ampdbg_replay(tmp_path: Path) -> None:
     result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
     assert (result.code, record.investigations, record.steps_skipped) == (1, (), 10)
     assert "also in FP32 ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
@@ -104,7 +104,7 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "copies", "criterion", "by hand"])
-def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str) -> None:
+def test_a_run_whose_script_skips_every_step_names_the_overflow_at_step_0(tmp_path: Path, how: str) -> None:
     record, _, code = ran(tmp_path, GIVES_UP, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, 10, 10)
@@ -113,7 +113,7 @@ def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", slow_but_for(["by hand"], ["loss", "by hand"]))
-def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Path, how: str) -> None:
+def test_a_nan_batch_that_the_script_skips_is_bad_data(tmp_path: Path, how: str) -> None:
     record, _, code = ran(tmp_path, GIVES_UP, "data", how)
     assert (code, record.verdict) == (1, "other")
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
@@ -121,7 +121,7 @@ def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "wrapped", "twice", "evaluates"])
-def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_path: Path, how: str) -> None:
+def test_evaluation_passes_and_repeated_model_calls_are_not_skipped_steps(tmp_path: Path, how: str) -> None:
     record, _, code = ran(tmp_path, GIVES_UP, "nothing", how)
     assert (code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 10, ())
 
@@ -130,7 +130,7 @@ def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_
 @pytest.mark.parametrize(
     ("fault", "how"), [("model", "loss"), ("model", "by hand"), ("model", "wrapped"), ("data", "criterion")]
 )
-def test_the_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path, fault: str, how: str) -> None:
+def test_the_weights_are_the_same_as_unwatched_if_the_script_skips_steps(tmp_path: Path, fault: str, how: str) -> None:
     ran(tmp_path, GIVES_UP, fault, how)
     saves_the_same_alone(tmp_path, fault, how)
 
@@ -151,7 +151,7 @@ for _ in range(4):
 """)
 
 
-def test_a_module_that_is_not_trained_does_not_become_a_model(tmp_path: Path) -> None:
+def test_a_module_that_is_not_trained_is_not_taken_for_the_model(tmp_path: Path) -> None:
     _, record = run(tmp_path, BESIDE)
     names = {one.name for step in record.steps for group in step.groups for one in group.parameters}
     assert names == {"weight", "bias"}
@@ -196,19 +196,19 @@ for step in range(8):
     made += 1
 print(made, [weight.double().sum().item() for weight in net.parameters()])
 """)
-"""``way`` says what becomes of a loss; the target is NaN in the steps of these numbers."""
+"""``way`` selects how the loss is made; the target is NaN in the steps ``bad``."""
 
 
 @pytest.mark.parametrize("way", slow_but_for(["difference"], ["heads", "critic", "difference", "penalty"]))
 @pytest.mark.parametrize("bad", slow_but_for([("3", "4", "7")], [("3",), ("3", "4", "7")]))
-def test_a_loss_of_several_parts_is_one_step(way: str, bad: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_loss_of_several_parts_counts_as_one_step(way: str, bad: tuple[str, ...], tmp_path: Path) -> None:
     result, record = run(tmp_path, PARTS, way, *bad, options=())
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))
     assert result.stdout == alone(tmp_path, "train.py", way, *bad)
 
 
 @pytest.mark.parametrize("bad", slow_but_for([("3",)], [("3",), ("3", "4", "7")]))
-def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Path) -> None:
+def test_each_loss_that_the_script_skips_counts_as_a_skipped_step(bad: tuple[str, ...], tmp_path: Path) -> None:
     result, record = run(tmp_path, PARTS, "given up", *bad, options=())
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))
     assert [step.step for step in record.steps if step.skipped] == [*map(int, bad)]
@@ -268,13 +268,13 @@ for step in range(24):
     power += grows
 print(skipped, min(losses), max(losses))
 """)
-"""A loss scale of the script's own, with weights in float32 under autocast, or in half beside float32 masters."""
+"""The script has its own loss scale; weights are float32 under autocast, or half with float32 masters."""
 
 MASTERS = ("none", "flat", "model")
 
 
 @pytest.mark.parametrize("masters", slow_but_for(["flat"], MASTERS))
-def test_a_loss_scale_of_the_scripts_own_settles_as_a_scalers(tmp_path: Path, masters: str) -> None:
+def test_skips_while_the_scripts_own_loss_scale_settles_are_calibration(tmp_path: Path, masters: str) -> None:
     result, record = run(tmp_path, OWN_SCALER, "22", "1", "0.001", masters, "")
     skipped, least, most = map(float, result.stdout.split())
     assert (record.steps_run, record.steps_skipped, record.verdict) == (24, skipped, "healthy")
@@ -289,7 +289,7 @@ def test_a_loss_scale_of_the_scripts_own_settles_as_a_scalers(tmp_path: Path, ma
 
 
 @pytest.mark.parametrize("masters", slow_but_for(["model"], MASTERS))
-def test_a_loss_scale_of_the_scripts_own_that_falls_for_nothing_leads_to_the_line(tmp_path: Path, masters: str) -> None:
+def test_a_nan_that_collapses_the_scripts_own_loss_scale_is_named_by_line(tmp_path: Path, masters: str) -> None:
     record, _, code = ran(tmp_path, OWN_SCALER, "10", "1", "0", masters, "root")
     assert (code, record.verdict, record.steps_skipped) == (1, "other", 12)
     root, collapse = record.findings
@@ -299,13 +299,13 @@ def test_a_loss_scale_of_the_scripts_own_that_falls_for_nothing_leads_to_the_lin
     assert collapse.message == "the loss scale keeps falling, from 1,024 to 0.5"
 
 
-def test_a_loss_scale_of_its_own_that_grows_too_often_costs_steps(tmp_path: Path) -> None:
+def test_growing_the_scripts_own_loss_scale_too_often_is_an_oscillation(tmp_path: Path) -> None:
     grown, _, _ = ran(tmp_path, OWN_SCALER, "14", "1", "1", "none", "")
     assert [(found.code, found.severity) for found in grown.findings] == [("scale-oscillation", "warning")]
 
 
 @pytest.mark.slow
-def test_a_loss_scale_of_its_own_that_nothing_lowers_is_too_large(tmp_path: Path) -> None:
+def test_a_fixed_loss_scale_of_the_script_is_an_error_only_if_too_large(tmp_path: Path) -> None:
     never, _, _ = ran(tmp_path, OWN_SCALER, "26", "0", "0", "none", "")
     assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
     sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0", "0", "none", "")
@@ -327,7 +327,7 @@ for step in range(16):
 """)
 
 
-def test_a_weight_of_a_loss_is_no_loss_scale_and_the_step_that_it_withholds_is_replayed(tmp_path: Path) -> None:
+def test_a_loss_weight_is_not_a_loss_scale_and_its_skipped_step_is_named(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, WEIGHED)
     assert where(record)[::3] == ("true-nan", "loss = loss + (loss - loss) ** 0.5")
     assert {step.scale for step in record.steps} == {1.0}
@@ -360,7 +360,7 @@ for step in range(3):
 """)
 
 
-def test_no_patch_is_tried_of_half_weights_outside_of_autocast(tmp_path: Path) -> None:
+def test_suggest_fp32_writes_no_patch_for_half_weights_outside_autocast(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, HALF_ALONE)
     assert where(record)[::3] == ("forward-overflow", "h = (h * 400) * (h * 400)")
     result, suggested = on(tmp_path, "suggest-fp32", Path(captured(record)[0]))
@@ -391,11 +391,11 @@ for step in range(6):
         parameter.grad /= scale
     optimizer.step()
 """)
-"""Ends in its step 3 behind the backward pass: for its loss, its gradients or for nothing that is not finite."""
+"""Ends in step 3 after the backward pass: for a non-finite loss or gradient, or for another reason."""
 
 
 @pytest.mark.parametrize(("how", "code"), [("loss", "true-nan"), ("gradients", "scale-calibration"), ("nothing", None)])
-def test_a_step_in_which_a_script_ends_behind_its_backward_pass_is_looked_at(
+def test_a_non_finite_step_that_ends_the_script_after_backward_is_investigated(
     tmp_path: Path, how: str, code: str | None
 ) -> None:
     record, _, _ = ran(tmp_path, ENDS_BEHIND_A_PASS, how)
@@ -423,12 +423,12 @@ for epoch in range(3):
             optimizer.zero_grad()
 torch.save(net.state_dict(), "net.pt")
 """)
-"""Steps on three micro-batches: of the five of an epoch two are left over."""
+"""Steps after three micro-batches: two of the five in an epoch are left over."""
 
 
 @pytest.mark.parametrize("bad", slow_but_for([4, 14], [3, 4, 13, 14]))
-def test_a_lost_micro_batch_that_no_step_follows_is_named_and_captured(tmp_path: Path, bad: int) -> None:
-    step = 1 if bad < 5 else 3  # one is taken in each epoch
+def test_a_failing_micro_batch_without_an_optimizer_step_is_named_and_captured(tmp_path: Path, bad: int) -> None:
+    step = 1 if bad < 5 else 3  # each epoch takes one step
     record, _, code = ran(tmp_path, LEFT_OVER, str(bad))
     assert (code, record.verdict) == (1, "precision")
     assert where(record) == ("eps-underflow", step, "", "loss = -torch.log(share + 1e-9).mean()")
@@ -438,7 +438,7 @@ def test_a_lost_micro_batch_that_no_step_follows_is_named_and_captured(tmp_path:
     assert f"eps-underflow · step {step} · forward" in replayed.stdout, replayed.stderr
 
 
-def test_a_captured_step_whose_code_was_cured_is_said_not_to_fail_any_more(tmp_path: Path) -> None:
+def test_replay_reports_that_a_captured_step_no_longer_fails_after_a_fix(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, LEFT_OVER, "2")
     (tmp_path / "train.py").write_text(LEFT_OVER.replace("log(share + 1e-9)", "log(share.float() + 1e-9)"))
     replayed = start(tmp_path, "replay", captured(record)[0])

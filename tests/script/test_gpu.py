@@ -1,4 +1,4 @@
-"""A GPU in name: what code for one GPU does with it passes on a CPU."""
+"""The emulated GPU: code for one GPU runs on a CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ def _gpu() -> Iterator[None]:
         yield
 
 
-def test_work_may_be_put_on_a_stream() -> None:
+def test_code_may_use_cuda_streams() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.cuda.stream(None), torch.cuda.StreamContext(torch.cuda.Stream(priority=-1)):
         x = torch.ones(2, device="cuda")
@@ -29,24 +29,24 @@ def test_work_may_be_put_on_a_stream() -> None:
     assert x.sum().item() == 2
 
 
-def test_code_for_any_accelerator_is_not_sent_to_the_driver() -> None:
+def test_accelerator_calls_and_an_optimizer_step_do_not_reach_the_driver() -> None:
     torch.accelerator.synchronize()
     assert torch.accelerator.current_stream().query()
-    # From torch 2.15 on it asks whether a graph is captured.
+    # From torch 2.15 on the optimizer asks whether a graph is captured.
     weight = torch.ones(2, device="cuda", requires_grad=True)
     weight.sum().backward()
     torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0).step()
     assert weight.tolist() == pytest.approx([0.5, 0.5])
 
 
-def test_its_memory_may_be_asked_for() -> None:
+def test_code_may_limit_and_query_gpu_memory() -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert isinstance(torch.cuda.memory_summary(), str)
     assert len(torch.cuda.memory_snapshot()) >= 0
 
 
 @pytest.mark.parametrize("ids", [None, [0]])
-def test_data_parallel_on_one_device_is_the_module_itself(ids: list[int] | None) -> None:
+def test_data_parallel_on_one_device_computes_the_same_as_its_module(ids: list[int] | None) -> None:
     inner = nn.Linear(4, 2).cuda()
     model = nn.DataParallel(inner, device_ids=ids)
     x = torch.ones(3, 4, device="cuda")
@@ -58,11 +58,11 @@ def test_data_parallel_on_one_device_is_the_module_itself(ids: list[int] | None)
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
 
 
-def test_no_stream_is_captured() -> None:
-    assert not torch.cuda.is_current_stream_capturing()  # so ask the optimizers of torch before 2.15
+def test_the_current_stream_is_not_captured() -> None:
+    assert not torch.cuda.is_current_stream_capturing()  # the optimizers of torch before 2.15 ask this
 
 
-def test_code_that_asks_which_accelerator_there_is_gets_a_gpu() -> None:
+def test_the_current_accelerator_is_a_gpu_whose_autocast_uses_float16() -> None:
     assert torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator()
     assert device is not None
@@ -76,7 +76,7 @@ def test_code_that_asks_which_accelerator_there_is_gets_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("told", "count"), [("2", 2), ("", 1), ("many", 1)])
-def test_each_process_that_a_launcher_has_started_here_finds_a_gpu_of_its_own(
+def test_there_is_one_gpu_for_each_local_process_of_the_launcher(
     monkeypatch: pytest.MonkeyPatch, told: str, count: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
@@ -85,7 +85,7 @@ def test_each_process_that_a_launcher_has_started_here_finds_a_gpu_of_its_own(
         assert torch.cuda.device_count() == torch.accelerator.device_count() == count
 
 
-def test_compiled_code_finds_the_stream_that_there_is_and_no_more_behind_it() -> None:
+def test_compiled_code_runs_and_the_stream_lookup_of_dynamo_is_restored() -> None:
     compiler = vars(torch._C._dynamo).get("utils")
     before = getattr(compiler, "get_current_stream", None)  # torch 2.15 has it
     with emulated_gpu():
@@ -95,13 +95,13 @@ def test_compiled_code_finds_the_stream_that_there_is_and_no_more_behind_it() ->
     assert before is None or vars(torch._dynamo.utils)["get_current_stream"] is before
 
 
-def test_its_version_of_cuda_is_a_text_that_code_takes_apart() -> None:
+def test_the_cuda_version_is_a_dotted_string_of_at_least_12_0() -> None:
     assert torch.version.cuda is not None
     assert tuple(map(int, torch.version.cuda.split("."))) >= (12, 0)
 
 
 @pytest.mark.parametrize("asked", ["7", "sm_75", "A100"])
-def test_a_capability_that_is_none_is_an_error(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_compute_capability_is_an_error(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPDBG_CAPABILITY", asked)
     with pytest.raises(ScriptError, match=r"such as 7\.5 or 8\.0"):
         emulated_capability()
@@ -126,7 +126,7 @@ print(accelerator.device.type, accelerator.mixed_precision)
 
 
 @pytest.mark.parametrize(("capability", "code"), [("", 0), ("9.0", 0), pytest.param("7.5", 1, marks=IN_NAME)])
-def test_a_script_that_asks_accelerate_for_bfloat16_trains_on_a_gpu_that_has_it(
+def test_accelerate_trains_in_bfloat16_only_if_the_gpu_supports_bfloat16(
     capability: str, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(BFLOAT16)

@@ -1,4 +1,4 @@
-"""Scripts that have torch make graphs or copies of the model they train: each gets what it would without ampdbg."""
+"""Scripts that trace, export, compile or copy the model they train: each gets the same result as without ampdbg."""
 
 from pathlib import Path
 
@@ -106,12 +106,12 @@ for step in range(5):
     torch.save(net.state_dict(), "weights.pt")
 print([value.tolist() for value in net.state_dict().values()])
 """
-"""Step 2 is traced, for step 1 has gone wrong."""
+"""Step 2 is traced because step 1 fails."""
 
 WAYS = "trace,export,strict export,script,fx,make_fx,compile,compiled clipping,func,copies".split(",")
 
 COMPILES_NO_CLIPPING = torch.torch_version.TorchVersion(torch.__version__) < "2.11"
-"""Its compiler ends with an error at that, without ampdbg too: those of torch 2.6 and 2.10 do."""
+"""The compilers of torch 2.6 and 2.10 fail on compiled clipping, without ampdbg too."""
 
 RUNS = [
     (way, *options)
@@ -122,14 +122,13 @@ RUNS = [
 
 
 def _undoubled(graphs: str) -> str:
-    """Without the detached copies that a backward pass would keep: below any dispatch mode torch 2.6 makes two of each,
-    which nothing uses."""
+    """Removes the detached copies for a backward pass: under any dispatch mode torch 2.6 makes each twice, unused."""
     return "\n".join(line for line in graphs.splitlines() if "target=torch.ops.aten.detach.default" not in line)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS, ids="".join)
-def test_what_torch_makes_of_a_model_is_as_without_ampdbg(case: tuple[str, ...], tmp_path: Path) -> None:
+def test_graphs_and_copies_of_a_model_are_the_same_as_without_ampdbg(case: tuple[str, ...], tmp_path: Path) -> None:
     way, *options = case
     result, record = run(tmp_path, GRAPHS, way, options=tuple(options))
     assert _undoubled(result.stdout) == _undoubled(alone(tmp_path, str(tmp_path / "train.py"), way))
@@ -160,11 +159,11 @@ for step in range(6):
         loss = net(x).square().mean()
     STEP
 """)
-"""Its product overflows with a gain of 1e5, and not with 1.0."""
+"""The product overflows with a gain of 1e5, but not with 1.0."""
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["1e5"], ["1.0", "1e5"]))
-def test_a_step_in_which_a_model_is_traced_is_replayed_as_any_other(gain: str, tmp_path: Path) -> None:
+def test_a_step_that_calls_jit_trace_on_its_model_is_replayed_and_captured(gain: str, tmp_path: Path) -> None:
     _, record = run(tmp_path, TRACES_ITS_MODEL.replace("GAIN", gain), "0")
     if gain == "1.0":
         assert (record.findings, steps_captured(record)) == ((), [])
@@ -191,14 +190,14 @@ for step in range(6):
     STEP
 print([value.tolist() for value in net.state_dict().values()])
 """)
-"""What shares its weights with a model trains in the model's place, or beside it where nothing trains that."""
+"""A converted copy that shares the model's weights is trained in its place, or stays unused beside the model."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", [(), ("made",)], ids=["the model", "what was made of it"])
 @pytest.mark.parametrize("way", ["script", "trace", "fx"])
 @pytest.mark.parametrize("factor", ["1.0", "1e38"])
-def test_of_two_models_with_the_same_weights_the_one_that_runs_counts(
+def test_only_the_model_that_runs_is_watched_if_two_models_share_weights(
     way: str, trained: tuple[str, ...], factor: str, tmp_path: Path
 ) -> None:
     result, record = run(
@@ -286,15 +285,14 @@ train(Net(), (1, 1, 1))
 codes = (held if hasattr(held, "co_name") else held() for held in compiler.input_codes.seen)
 print(len(graphs), sorted({f"{code.co_filename}:{code.co_name}" for code in codes if code is not None}))
 """)
-"""Steps are replayed before further models are made. The last line says what was compiled: how many graphs, and of what
-code."""
+"""Steps are replayed before further models are made. The last line prints the graph count and the compiled code."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["model", "in place", "loss", "break", "optimizer", "gradients", "scaler", "step", "late step"]
 )
-def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
+def test_torch_compile_compiles_the_script_and_no_code_of_ampdbg(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, COMPILED, way)
     assert record.script is not None
     assert (record.script.exit_code, record.error, len(record.steps)) == (0, "", 17)
@@ -316,12 +314,12 @@ for step in range(10):
     STEP
     print(loss.item(), torch.cat([weight.flatten() for weight in net.parameters()]).double().sum().item())
 """)
-"""Given a loss scale that settles, and steps in which the script multiplies its batch by inf."""
+"""Its arguments: the initial loss scale, and the steps whose batch is multiplied by inf."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [("1e7",), ("1024", "4"), ("1024", "4", "5", "6")])
-def test_compiled_code_gives_the_same_numbers_where_a_scale_settles_and_behind_a_bad_step(
+def test_compiled_code_with_skipped_steps_gives_the_same_numbers_as_without_ampdbg(
     given: tuple[str, ...], tmp_path: Path
 ) -> None:
     result, record = run(tmp_path, SETTLING, *given, options=())
@@ -333,7 +331,7 @@ def test_compiled_code_gives_the_same_numbers_where_a_scale_settles_and_behind_a
 
 
 @pytest.mark.slow
-def test_compiled_code_that_keeps_failing_is_replayed_whole_and_runs_on_compiled(tmp_path: Path) -> None:
+def test_compiled_code_that_keeps_failing_is_replayed_whole_without_a_note(tmp_path: Path) -> None:
     given = ("1024", *map(str, range(3, 10)))
     result, record = run(tmp_path, SETTLING, *given, options=())
     assert [(made.step, made.reach) for made in record.investigations] == [(3, "whole")]
@@ -376,12 +374,12 @@ for factor in (1, 1, 1, 4000, 4000, 1, 1):
     STEP
 print([value.tolist() for value in net.state_dict().values()])
 """)
-"""What forward-mode AD takes for zero has no memory where a trace sees it."""
+"""The zero tangents of forward-mode AD have no memory when a trace sees them."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["jvp", "dual", "dual weights", "vmap"])
-def test_a_step_with_other_derivatives_trains_as_without_ampdbg(way: str, tmp_path: Path) -> None:
+def test_forward_mode_ad_and_vmap_train_as_without_ampdbg(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, TRANSFORMED, way, options=())
     assert result.stdout == alone(tmp_path, str(tmp_path / "train.py"), way)
     assert (record.steps_run, record.error) == (7, "")

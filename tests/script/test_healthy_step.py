@@ -1,4 +1,4 @@
-"""One step of a loop that looks healthy is held against FP32: what it hides is found, and the run stays the same."""
+"""One step of a loop that looks healthy is compared with FP32: hidden faults are found, and the run is unchanged."""
 
 from pathlib import Path
 
@@ -31,19 +31,19 @@ for step in range(80):
     scaler.update()
 torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1].calls, torch.rand(3)], "net.pt")
 """
-"""At 1,000 the squares overflow, and rsqrt makes a zero of each inf: no loss and no gradient shows it."""
+"""At 1,000 the squares overflow, but rsqrt turns each inf into zero: no loss or gradient shows the overflow."""
 
 
 @pytest.mark.parametrize(
     ("factor", "found"), [("1000", ["silent-overflow"]), pytest.param("1", [], marks=pytest.mark.slow)]
 )
-def test_the_first_step_behind_ten_that_were_taken_is_compared_and_captured_where_it_hides_an_overflow(
+def test_a_hidden_overflow_is_found_and_captured_after_ten_taken_steps(
     tmp_path: Path, factor: str, found: list[str]
 ) -> None:
     result, record = run(tmp_path, HIDDEN, factor)
     (made,) = record.investigations
     assert made.why == "end"
-    assert made.step >= 10  # on a slow machine it is a later one, within the share of the run's time
+    assert made.step >= 10  # later on a slow machine, where replays get only a share of the run's time
     assert [(one.code, one.step, one.module, one.op) for one in record.findings[:1]] == [
         (code, made.step, "1", "aten.mul.Tensor") for code in found
     ]
@@ -74,11 +74,11 @@ for step in range(14):
     optimizer.step(closure)
 torch.save([net.state_dict(), torch.rand(3)], "net.pt")
 """
-"""As Lightning trains, but for a GradScaler's sake: the gradients are made within the optimizer's step."""
+"""As in Lightning, but without a GradScaler: the gradients are computed inside the optimizer's step."""
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "LBFGS"])
-def test_a_step_that_makes_its_gradients_itself_is_compared_as_any_other(optimizer: str, tmp_path: Path) -> None:
+def test_a_step_with_a_closure_is_compared_with_fp32(optimizer: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, IN_A_CLOSURE, optimizer)
     assert [(made.why, made.step) for made in record.investigations] == [("end", 10)]
     assert (record.findings, record.unseen.notes) == ((), ())
@@ -86,7 +86,7 @@ def test_a_step_that_makes_its_gradients_itself_is_compared_as_any_other(optimiz
     saves_the_same_alone(tmp_path, optimizer)
 
 
-def test_gradients_that_a_step_makes_itself_are_looked_at_before_it_writes_them_into_the_weights(
+def test_non_finite_gradients_of_a_closure_are_named_and_captured_at_their_step(
     tmp_path: Path,
 ) -> None:
     _, record = run(tmp_path, IN_A_CLOSURE, "AdamW", "root")
@@ -98,7 +98,7 @@ def test_gradients_that_a_step_makes_itself_are_looked_at_before_it_writes_them_
     saves_the_same_alone(tmp_path, "AdamW", "root")
 
 
-def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> None:
+def test_no_investigate_compares_no_step_with_fp32_and_a_note_says_so(tmp_path: Path) -> None:
     result, record = run(tmp_path, HIDDEN, "1000", options=("--emulate", "--no-investigate"))
     assert (result.code, record.investigations) == (0, ())
     said = "step 10 was not compared with FP32: --no-investigate allows no replay"
@@ -107,7 +107,7 @@ def test_no_step_is_compared_where_none_is_to_be_replayed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("steps", "is_compared"), [("10", False), ("11", True)])
-def test_a_run_too_short_for_a_comparison_says_how_many_steps_that_takes(
+def test_a_run_too_short_for_a_comparison_says_how_many_steps_are_needed(
     tmp_path: Path, steps: str, is_compared: bool
 ) -> None:
     result, record = run(tmp_path, HIDDEN.replace("range(80)", f"range({steps})"), "1")
@@ -126,12 +126,12 @@ def test_a_step_whose_replays_take_too_long_is_not_compared_and_the_run_says_so(
     assert said == ("step 10 was not compared with FP32: its replays take more of the run's time than ampdbg uses")
 
 
-def test_a_step_whose_gradients_overflow_as_it_is_compared_is_a_failing_one_and_no_other_loss(tmp_path: Path) -> None:
+def test_the_comparison_moves_to_a_later_step_if_its_step_is_skipped(tmp_path: Path) -> None:
     _, record = run(tmp_path, HIDDEN, "1", "withheld")
     assert [step.step for step in record.steps if step.skipped] == [10]
     assert not [note for note in record.unseen.notes if "compared with FP32" in note]
     (compared,) = [made.step for made in record.investigations if made.why == "end"]
-    assert compared > 20  # ten steps are to be taken in a row again
+    assert compared > 20  # ten steps in a row must be taken again
     saves_the_same_alone(tmp_path, "1", "withheld")
 
 
@@ -152,10 +152,10 @@ for step in range(20):
     scaler.update()
 torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), torch.rand(3)], "net.pt")
 """
-"""One tensor takes every batch, and is cleared before the backward pass."""
+"""One tensor holds every batch and is cleared before the backward pass."""
 
 
-def test_a_step_whose_batch_was_overwritten_since_is_compared_with_the_batch_as_it_was(tmp_path: Path) -> None:
+def test_a_step_whose_batch_the_script_overwrites_is_compared_on_the_original_batch(tmp_path: Path) -> None:
     _, record = run(tmp_path, STATIC)
     assert [(made.step, made.reproduced) for made in record.investigations] == [(10, True)]
     assert not record.unseen.notes
@@ -174,7 +174,7 @@ for step in range(14):
 """)
 
 
-def test_a_scaler_is_no_remedy_for_fp16_weights_alone(tmp_path: Path) -> None:
+def test_the_remedy_for_fp16_weights_is_float32_weights_with_autocast_and_a_scaler(tmp_path: Path) -> None:
     _, record = run(tmp_path, FP16_WEIGHTS)
     (found,) = (one for one in record.findings if one.code == "gradient-underflow")
     assert found.remedy.startswith("keep the weights in float32 and run the model under autocast with a GradScaler")
@@ -210,7 +210,7 @@ torch.save([net.state_dict(), torch.rand(3)], "net.pt")
 
 
 @pytest.mark.parametrize("weights", ["", "tied"])
-def test_no_step_is_replayed_within_a_backward_pass_whose_graph_that_would_spoil(weights: str, tmp_path: Path) -> None:
+def test_a_step_within_the_backward_pass_is_not_compared_and_a_note_says_why(weights: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, SEVERAL_OPTIMIZERS, "within", weights)
     assert (result.code, record.error, record.investigations) == (0, "", ())
     why = "its optimizer steps within the backward pass, which a replay would disturb"
@@ -218,7 +218,7 @@ def test_no_step_is_replayed_within_a_backward_pass_whose_graph_that_would_spoil
     saves_the_same_alone(tmp_path, "within", weights)
 
 
-def test_a_step_of_several_optimizers_is_compared_once_and_no_note_says_that_it_was_not(tmp_path: Path) -> None:
+def test_a_step_of_several_optimizers_is_compared_once_without_a_note(tmp_path: Path) -> None:
     _, record = run(tmp_path, SEVERAL_OPTIMIZERS)
     assert [made.step for made in record.investigations] == [10]
     assert record.unseen.notes == ()
@@ -229,7 +229,7 @@ BY_A_GRAPH_FROM_BEFORE = HIDDEN.replace(
 ).replace("    optimizer.zero_grad()\n", "    loss = loss * before.to(loss.device)\n    optimizer.zero_grad()\n")
 
 
-def test_a_loss_that_takes_a_graph_from_before_the_loop_is_not_compared_without_its_gradients(tmp_path: Path) -> None:
+def test_a_loss_with_a_graph_from_before_the_loop_is_not_compared_and_has_a_note(tmp_path: Path) -> None:
     result, record = run(tmp_path, BY_A_GRAPH_FROM_BEFORE, "1")
     assert record.investigations == ()
     assert "agrees with FP32" not in result.stderr

@@ -1,4 +1,4 @@
-"""What enters a step from outside: bad targets, a teacher's outputs, and what another network has spoilt."""
+"""Inputs of a step from outside: bad targets, a teacher's outputs, and non-finite outputs of another network."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ for step in range(7):
             loss = F.mse_loss(out, y)
     STEP
 """)
-"""From step 3 on, or in it alone, an element of the targets holds ``value``; ``kind`` says what becomes of that."""
+"""From step 3 on, or only in step 3, one target element holds ``value``; ``kind`` selects how the target is used."""
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ for step in range(7):
         ("operators", "nan", "1 NaN among 64 values in argument 2 of sub on line 36 of train.py"),
     ],
 )
-def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
+def test_targets_with_nan_or_inf_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
     record, page, _ = ran(tmp_path, TARGETS, kind, value)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
     assert record.findings[0].message == f"the batch of step 3 holds {held}, first in sample 5"
@@ -82,7 +82,7 @@ def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: st
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["criterion"], ["criterion", "assert"]))
-def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_step(tmp_path: Path, kind: str) -> None:
+def test_one_bad_target_of_a_criterion_module_is_bad_data_at_its_step(tmp_path: Path, kind: str) -> None:
     record, _, _ = ran(tmp_path, TARGETS, kind, "nan")
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
     told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 46 of train.py, first in sample 5"
@@ -104,7 +104,7 @@ for step in range(5):
 """)
 
 
-def test_a_target_that_overflows_as_the_script_makes_it_in_half_is_not_called_bad_data(tmp_path: Path) -> None:
+def test_a_target_that_overflows_in_a_half_cast_of_the_script_is_not_bad_data(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, MADE_IN_HALF)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("inconclusive", "unknown", 3)
     assert "in that float16 tensor" in record.findings[0].message
@@ -139,7 +139,7 @@ for step in range(20):
 """)
 
 
-def test_a_center_of_what_a_teacher_gave_before_it_moved_is_held_as_it_was(tmp_path: Path) -> None:
+def test_a_step_with_a_running_center_of_an_ema_teacher_agrees_with_fp32(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, CENTRED, "nan")
     assert "step 12 agrees with FP32" in page or "step 10 agrees with FP32" in page
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 16)
@@ -150,13 +150,13 @@ SOUND += [("padded", "nan"), ("mask", "-inf")]
 
 
 @pytest.mark.parametrize("of", slow_but_for(SOUND[-2:], SOUND), ids="-".join)
-def test_finite_targets_padding_taken_out_and_a_mask_are_healthy(tmp_path: Path, of: tuple[str, str]) -> None:
+def test_finite_targets_excluded_nan_padding_and_masks_of_inf_are_healthy(tmp_path: Path, of: tuple[str, str]) -> None:
     record, _, _ = ran(tmp_path, TARGETS, *of)
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
 @pytest.mark.slow
-def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Path) -> None:
+def test_nan_padding_is_not_blamed_for_a_true_nan(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, TARGETS, "masked", "nan")
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("other", "true-nan", "aten.div.Tensor")
@@ -165,20 +165,20 @@ def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distilled", "distilled once"])
-def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> None:
+def test_non_finite_outputs_of_a_teacher_are_not_bad_data(tmp_path: Path, kind: str) -> None:
     record, _, _ = ran(tmp_path, TARGETS, kind, "1")
     assert record.steps_skipped == (4 if kind == "distilled" else 1)
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
 
 
 @pytest.mark.slow
-def test_one_bad_target_of_a_function_is_bad_data_at_its_own_step(tmp_path: Path) -> None:
+def test_one_bad_target_of_a_loss_function_is_bad_data_and_captured_at_its_step(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, TARGETS, "once", "nan")
     assert (record.findings[0].code, record.findings[0].step, steps_captured(record)) == ("data-nonfinite", 3, [3])
 
 
 @pytest.mark.slow
-def test_a_bad_target_that_a_script_raises_for_before_its_loss_is_not_blamed_for_sure(tmp_path: Path) -> None:
+def test_a_bad_target_is_not_blamed_if_the_script_raises_before_its_loss(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, TARGETS, "raises", "nan")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
     assert "every module output is finite, and the script's own code after them could not be replayed" in page
@@ -220,7 +220,7 @@ for step in range(6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("value", "held"), [("-inf", "24 inf"), ("nan", "24 NaN")])
-def test_one_bad_batch_of_a_loop_of_two_networks_is_bad_data(tmp_path: Path, value: str, held: str) -> None:
+def test_one_bad_batch_in_a_gan_loop_is_bad_data(tmp_path: Path, value: str, held: str) -> None:
     _, record = run(tmp_path, ADVERSARIES, value)  # each iteration is a step of two optimizers
     assert [found.code for found in record.findings] == ["data-nonfinite"]
     assert f"the batch of step 4 holds {held} among 640 values in argument 1 of " in record.findings[0].message
@@ -228,7 +228,7 @@ def test_one_bad_batch_of_a_loop_of_two_networks_is_bad_data(tmp_path: Path, val
 
 
 @pytest.mark.slow
-def test_the_same_loop_with_finite_batches_is_healthy(tmp_path: Path) -> None:
+def test_a_gan_loop_with_finite_batches_is_healthy(tmp_path: Path) -> None:
     assert run(tmp_path, ADVERSARIES, "1")[1].verdict == "healthy"
 
 
@@ -254,7 +254,7 @@ for step in range(6):
 """)
 
 
-def test_a_mask_of_minus_infinity_alone_is_not_blamed_for_what_a_formula_makes_of_it(tmp_path: Path) -> None:
+def test_the_softmax_of_a_fully_masked_row_is_a_true_nan_and_not_bad_data(tmp_path: Path) -> None:
     _, record = run(tmp_path, ATTENDING)
     assert [(found.code, found.step) for found in record.findings] == [("true-nan", 3)]
 
@@ -288,12 +288,12 @@ for step in range(6):
     scaler.update()
     optimizer.zero_grad()
 """)
-"""With a gain of 3e5 the first network overflows in FP16; LayerNorm makes small numbers of it in FP32."""
+"""With a gain of 3e5 the first network overflows in FP16; in FP32 LayerNorm makes its values small."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "module"), [("chained", "first.0"), ("adversaries", "first.0"), ("frozen", "")])
-def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: str, tmp_path: Path) -> None:
+def test_an_overflow_of_one_network_is_not_bad_data_of_the_next(kind: str, module: str, tmp_path: Path) -> None:
     _, record = run(tmp_path, CHAINED, kind, "3e5")
     first = record.findings[0]
     assert (record.verdict, first.code, first.step, first.module) == ("precision", "forward-overflow", 0, module)
@@ -302,12 +302,12 @@ def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: s
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["chained"], ["chained", "adversaries", "frozen"]))
-def test_the_same_networks_are_healthy_where_nothing_overflows(kind: str, tmp_path: Path) -> None:
+def test_chained_networks_without_an_overflow_are_healthy(kind: str, tmp_path: Path) -> None:
     assert run(tmp_path, CHAINED, kind, "1")[1].verdict == "healthy"
 
 
 @pytest.mark.slow
-def test_what_a_frozen_network_has_spoilt_is_cured_at_the_line_that_calls_it(tmp_path: Path) -> None:
+def test_an_overflow_of_a_frozen_network_is_patched_at_the_line_that_calls_it(tmp_path: Path) -> None:
     _, record = run(tmp_path, CHAINED, "frozen", "3e5")
     line = CHAINED.splitlines().index("                given = first(x)  # <- frozen") + 1
     assert record.findings[0].source
@@ -364,7 +364,7 @@ LINE = next(number for number, line in enumerate(DISTILLED.splitlines(), start=1
 
 
 @pytest.mark.parametrize("how", slow_but_for(["ends"], ["ends", "goes on"]))
-def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -> None:
+def test_an_overflow_of_both_student_and_teacher_is_named(tmp_path: Path, how: str) -> None:
     record, _, _ = ran(tmp_path, DISTILLED, "both", how)
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
@@ -373,7 +373,7 @@ def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -
 
 
 @pytest.mark.slow
-def test_an_overflow_of_a_teacher_alone_is_named(tmp_path: Path) -> None:
+def test_an_overflow_of_only_the_teacher_is_named(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, DISTILLED, "teacher", "ends")
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
@@ -381,7 +381,7 @@ def test_an_overflow_of_a_teacher_alone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_patch_of_what_a_teacher_has_too_is_proven_with_the_teacher(tmp_path: Path) -> None:
+def test_a_patch_for_an_overflow_of_student_and_teacher_is_proven(tmp_path: Path) -> None:
     ran(tmp_path, DISTILLED, "both", "ends")
     (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
     result = start(tmp_path, "suggest-fp32", str(capture))
@@ -391,7 +391,7 @@ def test_a_patch_of_what_a_teacher_has_too_is_proven_with_the_teacher(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_running_mean_of_the_loss_is_as_it_was_before_the_step(tmp_path: Path) -> None:
+def test_a_replay_starts_from_the_loss_buffer_before_the_step(tmp_path: Path) -> None:
     options = ("--emulate", "--capture-step=3")
     _, record = run(tmp_path, DISTILLED, "none", "goes on", options=options)
     assert (record.verdict, record.findings) == ("healthy", ())
@@ -416,7 +416,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(("value", "found"), [("4e5", "data-range"), ("4", "")])
-def test_a_value_beyond_half_is_named_by_the_argument_that_it_is_in(tmp_path: Path, value: str, found: str) -> None:
+def test_a_batch_value_beyond_fp16_is_named_by_sample_and_argument(tmp_path: Path, value: str, found: str) -> None:
     record = run(tmp_path, LARGE, value)[1]
     named = [one.message for one in record.faults if one.code == found]
     assert [one.code for one in record.faults[:1]] == [found] * len(named)

@@ -1,4 +1,4 @@
-"""A loss scale that nothing lowers: one with a floor of its scaler's own, or a number that the script multiplies by."""
+"""A loss scale that nothing lowers: a scaler with a minimum, or a constant factor of the script."""
 
 from pathlib import Path
 
@@ -24,11 +24,11 @@ for step in range(24):
         loss = F.mse_loss(net(x).float(), y, reduction="sum")
     STEP
 """)
-"""Gradients of a summed loss fit a loss scale of some hundred."""
+"""The gradients of a summed loss fit a loss scale of a few hundred."""
 
 
 @pytest.mark.parametrize("floor", slow_but_for(["16384"], ["16384", "1"]))
-def test_a_scale_that_its_scaler_keeps_too_high_is_an_error(tmp_path: Path, floor: str) -> None:
+def test_a_scaler_whose_minimum_scale_is_too_high_is_an_error(tmp_path: Path, floor: str) -> None:
     record, page, code = ran(tmp_path, FLOOR, floor)
     if floor == "1":
         assert (code, record.verdict, [found.severity for found in record.findings]) == (0, "healthy", ["info"])
@@ -59,11 +59,11 @@ for step in range(12):
         for master, weight in zip(masters, net.parameters()):
             weight.copy_(master)
 """)
-"""Half weights with FP32 masters, and a loss scale of the script's own."""
+"""Half weights with FP32 masters, and the script's own loss scale."""
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["30000"], ["30000", "1"]))
-def test_a_loss_scale_of_the_scripts_own_that_is_too_large_is_named(tmp_path: Path, gain: str) -> None:
+def test_the_scripts_own_loss_scale_is_an_error_only_if_too_large(tmp_path: Path, gain: str) -> None:
     record, page, code = ran(tmp_path, OWN, gain)
     if gain == "1":
         assert (code, record.verdict, record.findings) == (0, "healthy", ())
@@ -77,7 +77,7 @@ def test_a_loss_scale_of_the_scripts_own_that_is_too_large_is_named(tmp_path: Pa
     assert record.findings[0].evidence["survives_scale"] == 2.0
 
 
-def test_where_no_scaler_has_scaled_a_loss_the_page_says_so_and_no_scale_of_one(tmp_path: Path) -> None:
+def test_the_page_says_that_no_scaler_was_used_and_shows_no_loss_scale(tmp_path: Path) -> None:
     _, page, _ = ran(tmp_path, OWN.replace("1024", "1"), "1")
     assert "no scaler used" in page
     assert "loss scale" not in page
@@ -102,7 +102,7 @@ AT_ONE = {
 
 
 @pytest.mark.parametrize("op", slow_but_for(["log1p"], AT_ONE))
-def test_a_bound_that_rounds_to_one_is_an_eps_that_rounds_to_zero(tmp_path: Path, op: str) -> None:
+def test_a_clamp_bound_that_fp16_rounds_to_1_is_an_eps_underflow(tmp_path: Path, op: str) -> None:
     loss, pole = AT_ONE[op]
     record, page, _ = ran(tmp_path, NEAR_ONE.replace("WHAT", loss))
     found = record.findings[0]
@@ -113,8 +113,8 @@ def test_a_bound_that_rounds_to_one_is_an_eps_that_rounds_to_zero(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_bound_above_the_line_that_fails_is_pinned_and_not_the_whole_model(tmp_path: Path) -> None:
-    """The clamp, which rounds to one, stands a line above the logarithm that is given 1 - p."""
+def test_a_clamp_above_the_failing_line_is_pinned_instead_of_the_whole_model(tmp_path: Path) -> None:
+    """The clamp, which rounds to 1, is one line above the logarithm of 1 - p."""
     bound = "p = torch.sigmoid(10 * logits).clamp(1e-7, 1 - 1e-7)"
     script = NEAR_ONE.replace(
         "p = torch.sigmoid(net(torch.randn(16, 8).cuda()))", "logits = net(torch.randn(16, 8).cuda())"

@@ -1,4 +1,4 @@
-"""The log of ``ampdbg run``: what a killed script leaves, and that a log that cannot be written stops nothing."""
+"""The log of ``ampdbg run``: a killed script keeps its log, and an unwritable log stops no script."""
 
 import json
 import os
@@ -20,17 +20,17 @@ KILLED = scripts.PLAIN.replace("functional as F\n", "functional as F, itertools,
     "    for _ in range(steps):\n",
     "    for _ in itertools.chain(range(steps), (os.kill(os.getpid(), signal.SIGKILL) for _ in '1')):\n",
 )
-"""As the script alone up to its last step, and killed where that would end."""
+"""The plain script up to its last step, killed instead of ending."""
 
 
 def seen(record: Record) -> str:
-    """What was seen of a run: all but how it ended, how long it took and the text of its script."""
+    """Returns the record without how the run ended, how long it took and the text of its script."""
     alike = replace(record, created="", elapsed=0.0, interrupted=False, script=None, listings=())
     return repr(alike)
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["400"], ["1", "400"]))
-def test_a_log_makes_the_record_of_a_script_that_has_ended_and_of_one_that_is_killed(tmp_path: Path, gain: str) -> None:
+def test_a_log_yields_the_record_of_a_finished_script_and_of_a_killed_script(tmp_path: Path, gain: str) -> None:
     for name, text in (("killed", KILLED), ("ended", scripts.PLAIN)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(text)
@@ -69,7 +69,7 @@ def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_as_it_would_and_the_log_and_the_record_have_its_steps(
+def test_a_signal_ends_the_script_and_the_log_and_the_record_keep_its_steps(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", number.name))
@@ -80,7 +80,7 @@ def test_a_signal_ends_it_as_it_would_and_the_log_and_the_record_have_its_steps(
         assert (seen.steps_run, seen.script.exit_code) == (4, 128 + number)
 
 
-def test_a_forked_child_that_trains_on_writes_nothing_into_it(tmp_path: Path) -> None:
+def test_a_forked_child_that_trains_writes_nothing_into_the_log(tmp_path: Path) -> None:
     parts = {
         "def main(gain, steps):": "def main(gain, steps):\n    import os",
         "    for _ in range(steps):": "    child = os.fork() == 0\n    for _ in range(3 * steps if child else steps):",
@@ -98,7 +98,7 @@ def test_a_forked_child_that_trains_on_writes_nothing_into_it(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
-def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Path) -> None:
+def test_a_full_disk_gives_one_warning_and_the_script_ends_as_unwatched(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     alone = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "1", "4")
     full = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=/dev/full", "train.py", "1", "4")
@@ -116,7 +116,7 @@ OVERWRITTEN = ", and would be overwritten; name another file"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
-def test_a_log_takes_the_place_of_nothing_else_nor_is_it_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> None:
+def test_log_refuses_to_overwrite_other_files_or_to_write_to_links_and_pipes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     (tmp_path / "notes.csv").write_text("a,b\n")
     (tmp_path / "link.log").symlink_to("train.py")
@@ -137,7 +137,7 @@ def test_a_log_takes_the_place_of_nothing_else_nor_is_it_written_through_a_link_
 
 
 @pytest.mark.slow
-def test_a_log_takes_the_place_of_a_log(tmp_path: Path) -> None:
+def test_a_log_overwrites_an_earlier_log(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     for _ in range(2):
         done = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=run.log", "train.py", "1", "2")
@@ -145,7 +145,7 @@ def test_a_log_takes_the_place_of_a_log(tmp_path: Path) -> None:
         assert read_log(tmp_path / "run.log").steps_run == 2
 
 
-def test_each_of_several_processes_looks_at_its_own_files(tmp_path: Path) -> None:
+def test_each_rank_refuses_to_overwrite_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     (tmp_path / "x-rank-1.log").write_text("mine")
     for option in ("--log", "--record", "--html"):
@@ -156,7 +156,7 @@ def test_each_of_several_processes_looks_at_its_own_files(tmp_path: Path) -> Non
     assert (tmp_path / "x-rank-1.log").read_text() == "mine"
 
 
-def test_a_log_that_nobody_has_named_is_written_over_nothing_either(tmp_path: Path) -> None:
+def test_a_log_with_a_default_name_overwrites_no_other_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     (tmp_path / "r.jsonl").write_text('{"mine": 1}\n')
     done = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "2")
@@ -168,7 +168,7 @@ def test_a_log_that_nobody_has_named_is_written_over_nothing_either(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("record", ["r.jsonl", os.devnull])
-def test_the_log_of_a_record_without_a_name_for_one_is_in_the_folder(tmp_path: Path, record: str) -> None:
+def test_the_log_is_in_the_ampdbg_folder_if_the_record_path_gives_no_log_name(tmp_path: Path, record: str) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     for _ in range(2):
         done = start(tmp_path, "run", "--emulate", "--record", record, "train.py", "1", "2")
@@ -176,7 +176,7 @@ def test_the_log_of_a_record_without_a_name_for_one_is_in_the_folder(tmp_path: P
     assert len([*(tmp_path / ".ampdbg").glob("*-run*.jsonl")]) == 2
 
 
-def test_a_log_that_is_damaged_is_one_message(tmp_path: Path) -> None:
+def test_report_refuses_a_damaged_log_with_one_message(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text('{"format": "ampdbg.log", "version": 1}\n{"step": 3}\n')
     result = start(tmp_path, "report", "run.jsonl")
     assert (result.code, result.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""What a script's own loss does beside its modules: casts, lines that overflow and are edited, gradient penalties."""
+"""The script's own loss code outside its modules: casts, overflowing lines and their patches, gradient penalties."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, float, str, str | None]] = {
 
 
 @pytest.mark.parametrize("case", slow_but_for(["a distance", "a harmless mask"], CASES))
-def test_a_cast_of_the_loss_code_is_judged_by_what_it_casts(tmp_path: Path, case: str) -> None:
+def test_a_cast_in_the_loss_is_an_overflow_a_mask_constant_or_healthy(tmp_path: Path, case: str) -> None:
     loss, far, verdict, code = CASES[case]
     result, record = run(tmp_path, CASTS.format(loss=loss, far=far))
     assert (result.code, record.verdict) == (int(verdict != "healthy"), verdict), result.stderr
@@ -72,8 +72,8 @@ for step in range(4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [8, 2])
-def test_what_a_loss_computes_of_its_targets_alone_is_computed_anew_in_fp32(tmp_path: Path, samples: int) -> None:
-    """Of 8 masks the sum of squares is beyond FP16; of 2 it fits."""
+def test_a_loss_term_of_the_targets_alone_is_recomputed_in_fp32(tmp_path: Path, samples: int) -> None:
+    """The sum of squares of 8 masks exceeds FP16; that of 2 masks fits."""
     result, record = run(tmp_path, DICE.replace("SAMPLES", str(samples)))
     if samples == 2:
         assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
@@ -104,7 +104,7 @@ for step in range(4):
         loss = loss + LOSS
     STEP
 """)
-"""Its last layer overflows."""
+"""The last layer overflows."""
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ for step in range(4):
         "(out.float() * out).mean() * 1e-18",
     ],
 )
-def test_a_patch_is_proven_whatever_is_computed_beside_the_place(tmp_path: Path, loss: str) -> None:
-    """The script computes more of its own data by functions of the same names, and a cast may have nothing to do."""
+def test_a_patch_is_proven_despite_other_loss_terms_and_casts_beside_the_overflow(tmp_path: Path, loss: str) -> None:
+    """The script calls functions of the same names on its own data, and a cast may be a no-op."""
     _, record = run(tmp_path, BESIDE.replace("LOSS", loss))
     patch = start(tmp_path, "suggest-fp32", captured(record)[0])
     assert patch.code == 0, patch.stderr
@@ -183,7 +183,7 @@ AUTOCAST_OFF = "with torch.autocast(device_type=out.device.type, enabled=False):
 
 
 def suggested(folder: Path, kind: str, gain: str, size: str = "80") -> tuple[Record, str, str]:
-    """What is suggested for the first captured step: its record, the patch and the page."""
+    """Runs suggest-fp32 on the first captured step; returns the record, the patch and the page."""
     record = run(folder, LOSSES, kind, gain, size)[1]
     assert record.findings[0].code == "forward-overflow"
     result = start(folder, "suggest-fp32", captured(record)[0], "--record=s.json")
@@ -191,7 +191,7 @@ def suggested(folder: Path, kind: str, gain: str, size: str = "80") -> tuple[Rec
 
 
 def added(patch: str) -> list[str]:
-    """The lines that a diff puts in."""
+    """Returns the lines that a diff adds."""
     return [line[1:].strip() for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++")]
 
 
@@ -212,7 +212,7 @@ def added(patch: str) -> list[str]:
         ("cast_itself", "2", [AUTOCAST_OFF, "out = out.float()", f"return {SUM}.float() / 1e4"]),
     ],
 )
-def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain: str, lines: list[str]) -> None:
+def test_an_overflowing_loss_line_is_patched_and_proven(tmp_path: Path, kind: str, gain: str, lines: list[str]) -> None:
     record, patch, _ = suggested(tmp_path, kind, gain)
     assert record.verification is not None
     assert (record.verification.passed, added(patch)) == (True, lines)
@@ -226,7 +226,7 @@ def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain
         ("targeted_twice", "((out - target.to(out.dtype)) * (out - target.type_as(out))).mean() / 1e6"),
     ],
 )
-def test_a_target_that_is_cast_no_more_is_the_captured_one(tmp_path: Path, kind: str, returned: str) -> None:
+def test_a_target_that_a_patch_no_longer_casts_is_the_captured_target(tmp_path: Path, kind: str, returned: str) -> None:
     record, patch, _ = suggested(tmp_path, kind, "900", "1")
     assert record.verification is not None
     assert (record.verification.passed, added(patch)) == (
@@ -249,8 +249,8 @@ def test_a_loss_within_range_is_healthy(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_set_that_is_not_edited_each_place_says_where_it_overflows_and_why_not(tmp_path: Path) -> None:
-    """The line of the loss overflows in the forward pass, and the last layer behind it in the backward pass."""
+def test_each_place_of_an_unpatched_set_is_listed_with_its_overflow_and_the_reason(tmp_path: Path) -> None:
+    """The loss line overflows in the forward pass, and the last layer in the backward pass."""
     _, _, page = suggested(tmp_path, "behind", "200")
     assert "2 mm · train.py:51 · 81,470 in FP32 · in the backward pass" in page
     assert "train.py:31 mul · train.py:31 · 163,400 in FP32 · forward-overflow" in page
@@ -270,7 +270,7 @@ for _ in range(8):
     loss = ((torch.sqrt((g ** 2).sum(1) + SAFE) - 1) ** 2).mean()
     STEP
 """)
-"""A last layer of zeros has no gradient, and the root of zero no finite one, in any precision."""
+"""A last layer of zeros has a zero gradient, whose square root has no finite gradient in any precision."""
 
 GRADIENTS = {"twice": "torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]", "once": "y - y.detach()"}
 
@@ -280,7 +280,7 @@ def penalty(gradient: str, safe: float) -> str:
 
 
 @pytest.mark.parametrize("gradient", slow_but_for(["twice"], GRADIENTS))
-def test_a_nan_of_the_mathematics_is_one_where_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
+def test_a_square_root_of_zero_is_a_true_nan_if_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
     _, record = run(tmp_path, penalty(gradient, 0.0))
     assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 0)
     assert where(record)[3].startswith("loss = ((torch.sqrt(")
@@ -288,7 +288,7 @@ def test_a_nan_of_the_mathematics_is_one_where_the_input_needs_gradients(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient", GRADIENTS)
-def test_with_a_safe_root_it_is_healthy(tmp_path: Path, gradient: str) -> None:
+def test_a_square_root_with_an_eps_is_healthy_if_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
     _, record = run(tmp_path, penalty(gradient, 1e-4))
     assert (record.verdict, {found.severity for found in record.findings} - {"info"}) == ("healthy", set())
 
@@ -315,13 +315,13 @@ for _ in range(8):
         loss = critic(z).float().mean() * 0.0 + OTHER * z.float().square().mean()
     step(ours, loss)
 """)
-"""Its critic never takes a step, and its generator takes each, with gradients where ``OTHER`` is not 0."""
+"""The critic never takes a step; the generator takes every step, with nonzero gradients if ``OTHER`` is not 0."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [0.0, 1.0])
 @pytest.mark.parametrize("options", [(), ("--no-investigate",)])
-def test_no_scale_is_said_to_work_where_one_optimizer_never_steps(
+def test_an_optimizer_that_never_steps_is_a_scale_collapse_though_another_steps(
     tmp_path: Path, other: float, options: tuple[str, ...]
 ) -> None:
     script = CRITIC.replace("INIT", "64.0").replace("OTHER", str(other))
@@ -354,7 +354,7 @@ BY_HAND = "with torch.no_grad(): [one.add_(one.grad, alpha=-RATE) for one in net
     ],
     ids=["a fill", "a rate", "a rate by hand"],
 )
-def test_a_learning_rate_that_half_cannot_hold_is_no_constant_of_a_mask(
+def test_a_learning_rate_beyond_fp16_is_not_a_mask_constant(
     tmp_path: Path, rate: str, fill: str, update: str, code: str | None
 ) -> None:
     text = BEYOND_HALF.replace("UPDATE", update).replace("RATE", rate).replace("FILL", fill)
@@ -408,7 +408,7 @@ def test_a_loss_that_the_model_keeps_as_an_attribute_is_replayed(tmp_path: Path,
     assert where(record) == ("true-nan", 4, "", "h = h + (h * 0).sqrt() if bad else h")
 
 
-def test_losses_that_follow_from_gradients_that_nothing_withheld_begin_at_their_step(tmp_path: Path) -> None:
+def test_non_finite_gradients_that_reach_the_weights_are_named_at_their_step(tmp_path: Path) -> None:
     _, record = run(tmp_path, KEPT_BY_THE_MODEL, "before")
     found = record.findings[0]
     assert (found.code, found.step, found.phase) == ("unknown", 4, "backward")
@@ -439,10 +439,10 @@ for step in range(14):
     assert layers[1].balance is kept
 torch.save([layers.state_dict(), torch.rand(3)], "net.pt")
 """)
-"""A mixture of experts keeps its loss of balance so."""
+"""A mixture of experts keeps its balance loss this way."""
 
 
-def test_losses_that_layers_keep_are_parts_of_the_step_which_its_capture_has_too(tmp_path: Path) -> None:
+def test_an_overflow_of_a_loss_that_a_layer_keeps_is_named_in_run_and_replay(tmp_path: Path) -> None:
     _, record = run(tmp_path, OF_EACH_LAYER)
     line = "self.balance = (logits @ logits.t()).float().logsumexp(-1).mean() / self.size**2"
     assert where(record) == ("forward-overflow", 12, "1", line)
@@ -491,10 +491,10 @@ for i in range(36):
             mean = mean + 0.01 * (length.mean().detach() - mean)
         step(ours, (length - mean).square().mean())
 """)
-"""Both optimizers have steps that a lower scale cures, and the running mean of lengths keeps the first NaN of one."""
+"""Both optimizers have steps that a lower scale fixes; the running mean of lengths keeps its first NaN."""
 
 
-def test_of_two_optimizers_with_penalties_what_came_into_the_loss_of_one_is_named(tmp_path: Path) -> None:
+def test_a_nan_kept_in_a_running_mean_is_named_among_two_optimizers_with_penalties(tmp_path: Path) -> None:
     _, record = run(tmp_path, STYLE.replace("GUARD", "True"))
     assert where(record)[:2] == ("weights-nonfinite", 12)
     assert where(record)[3] == "mean = mean + 0.01 * (length.mean().detach() - mean)"
@@ -507,7 +507,7 @@ def test_of_two_optimizers_with_penalties_what_came_into_the_loss_of_one_is_name
     assert "step 12 is not finite in FP32 either, first in sub" in " ".join(again.stdout.split()), again.stderr
 
 
-def test_a_scale_that_still_falls_to_what_a_penalty_needs_is_no_collapse(tmp_path: Path) -> None:
+def test_a_scale_that_still_falls_to_fit_a_penalty_is_not_a_collapse(tmp_path: Path) -> None:
     _, record = run(tmp_path, STYLE.replace("GUARD", "length.isfinite().all()"))
     assert (record.verdict, [found.code for found in record.findings]) == ("healthy", ["scale-calibration"])
     assert "it has not settled yet" in record.findings[0].message
@@ -529,7 +529,7 @@ for i in range(4):
 """)
 
 
-def test_a_half_reference_beside_the_model_is_as_wide_as_it_in_a_replay(tmp_path: Path) -> None:
+def test_a_true_nan_beside_a_bfloat16_reference_model_is_named_at_its_line(tmp_path: Path) -> None:
     _, record = run(tmp_path, REFERENCE)
     assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 2)
     assert where(record)[3] == "loss = loss + torch.log(loss - 50)"
@@ -549,7 +549,7 @@ for i in range(14):
 
 
 @pytest.mark.parametrize(("factor", "found"), [("1", ()), ("2", ("true-nan",))])
-def test_noise_that_a_step_draws_is_the_same_in_fp32_and_fp64(
+def test_a_log_of_drawn_noise_is_a_true_nan_only_if_its_argument_is_negative(
     tmp_path: Path, factor: str, found: tuple[str, ...]
 ) -> None:
     _, record = run(tmp_path, NOISY.replace("FACTOR", factor))

@@ -1,4 +1,4 @@
-"""The step in which a script ends: run again where it exits or raises, and blamed on precision where that is so."""
+"""Steps with a non-finite loss or gradient, also those in which the script exits or raises: replayed and named."""
 
 from pathlib import Path
 
@@ -97,14 +97,14 @@ def main():
 
 main()
 """)
-"""Goes wrong at step 5, as ``fault`` says, and ends as ``how`` says."""
+"""Fails at step 5; ``fault`` selects the failure and ``how`` the end of the script."""
 
 
 OVERFLOW = "similar = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)"
 
 
 ENDS = {"exit": (7, 5), "raise": (1, 5), "inner": (1, 5), "criterion": (1, 5), "first": (7, 0), "line": (7, 5)}
-"""The exit code and the step of each way to end upon it."""
+"""The exit code and the failing step of each way to end."""
 
 
 @pytest.mark.parametrize("how", slow_but_for(["exit", "inner", "first"], ENDS))
@@ -116,10 +116,10 @@ def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> No
     assert f"the script ended in step {step}; ampdbg replays that step now, also in FP32" in page
     ends = "an error ends the run" if code == 1 else f"the script ends with exit code {code}"
     assert f"The forward pass overflows in attention at step {step}, where {ends}." in page
-    assert "no scaler used" not in page  # which a step that ends before its backward pass cannot show
+    assert "no scaler used" not in page  # unknown in a step that ends before its backward pass
 
 
-def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_path: Path) -> None:
+def test_an_overflow_of_a_criterion_outside_the_model_is_named(tmp_path: Path) -> None:
     record, _, code = ran(tmp_path, STOPS, "loss", "exit")
     line = 'return {"loss": ((outputs["logits"] * self.gain).float() - target).pow(2).mean()}'
     assert (code, where(record)) == (7, ("forward-overflow", 5, "", line))
@@ -130,7 +130,7 @@ def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_pa
     ("value", "how", "ends", "name"),
     [("nan", "exit", 7, "NaN"), ("inf", "exit", 7, "inf"), ("-inf", "exit", 7, "inf"), ("nan", "once", 1, "NaN")],
 )
-def test_a_loss_that_data_have_made_nan_is_no_matter_of_precision_nor_is_its_capture(
+def test_a_non_finite_batch_is_bad_data_in_run_replay_and_bisect(
     tmp_path: Path, value: str, how: str, ends: int, name: str
 ) -> None:
     record, page, code = ran(tmp_path, STOPS, value, how)
@@ -144,14 +144,14 @@ def test_a_loss_that_data_have_made_nan_is_no_matter_of_precision_nor_is_its_cap
 
 
 @pytest.mark.slow
-def test_weights_that_fp32_cannot_do_with_either_are_no_matter_of_precision(tmp_path: Path) -> None:
+def test_weights_that_fail_in_fp32_too_are_not_a_precision_fault(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, STOPS, "weights", "exit")
     assert record.verdict != "precision"
     assert record.findings[0].evidence["finite_in_fp32"] is False
 
 
 @pytest.mark.slow
-def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_path: Path) -> None:
+def test_an_error_unrelated_to_precision_is_inconclusive(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, STOPS, "nothing", "always")
     assert (code, record.verdict, record.findings, record.steps_run) == (1, "inconclusive", (), 5)
     assert record.error == (
@@ -163,25 +163,25 @@ def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_
 
 
 @pytest.mark.slow
-def test_an_exit_code_after_a_forward_pass_that_is_no_training_is_not_healthy_nor_blamed(tmp_path: Path) -> None:
+def test_a_nonzero_exit_after_an_evaluation_pass_is_inconclusive(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, STOPS, "nothing", "evaluates")
     assert (code, record.verdict, record.findings, record.steps_run) == (3, "inconclusive", (), 8)
     assert "! The script ended early after 8 steps. Inconclusive: none of 8 steps skipped." in page
     assert "the script ended with exit code 3 in step 8, after a forward pass without a backward pass" in page
 
 
-def test_an_exit_code_between_two_steps_is_healthy(tmp_path: Path) -> None:
+def test_a_nonzero_exit_after_a_finished_step_is_healthy(tmp_path: Path) -> None:
     record, _, code = ran(tmp_path, STOPS, "nothing", "ends")
     assert (code, record.verdict, record.error) == (3, "healthy", "")
 
 
 @pytest.mark.slow
-def test_a_whole_model_is_saved_as_without_ampdbg(tmp_path: Path) -> None:
+def test_a_model_saved_as_an_object_has_the_same_bytes_as_without_ampdbg(tmp_path: Path) -> None:
     ran(tmp_path, STOPS, "nothing", "goes on")
     saves_the_same_alone(tmp_path, "nothing", "goes on")
 
 
-def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
+def test_no_investigate_replays_nothing_if_the_script_exits(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, STOPS, "model", "exit", options=("--emulate", "--no-investigate"))
     assert (code, record.verdict, record.findings, record.investigations) == (7, "inconclusive", (), ())
     assert "the script ended with exit code 7 in step 5, after a forward pass without a backward pass" in page
@@ -189,7 +189,7 @@ def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_lost_step_in_the_middle_of_a_run_is_named_and_changes_no_weight(tmp_path: Path) -> None:
+def test_one_failing_step_in_mid_run_is_replayed_and_changes_no_weight(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, STOPS, "model", "once")
     assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
     assert "step 5 is not finite; the script waits while ampdbg replays it, also in FP32" in page
@@ -197,18 +197,18 @@ def test_one_lost_step_in_the_middle_of_a_run_is_named_and_changes_no_weight(tmp
 
 
 LOST = {"once": 8, "behind": 6, "breaks behind": 6, "behind the first": 1, "writes behind": 6, "bare": 8}
-"""How many steps each of these runs has: it goes on, stops behind the lost step, or has no scaler to withhold it."""
+"""The number of steps of each run: it continues, stops after the failing step, or has no scaler to skip the step."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", LOST)
-def test_a_step_whose_loss_is_lost_is_named_captured_and_found_again(tmp_path: Path, how: str) -> None:
+def test_a_step_with_a_non_finite_loss_is_named_captured_and_replayed(tmp_path: Path, how: str) -> None:
     step = 0 if "first" in how else 5
     record, page, code = ran(tmp_path, STOPS, "model", how)
     assert (code, record.verdict, record.steps_run) == (1, "precision", LOST[how])
     assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
     assert steps_captured(record)[0] == step
-    assert len(captured(record)) == 1 or how == "bare"  # which is all that there will ever be of it
+    assert len(captured(record)) == 1 or how == "bare"  # with a scaler no other step fails
     assert "was not captured" not in page
     start(tmp_path, "replay", captured(record)[0])
     assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
@@ -217,15 +217,13 @@ def test_a_step_whose_loss_is_lost_is_named_captured_and_found_again(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_sound_step_that_was_asked_for_leaves_the_capture_of_a_lost_one(tmp_path: Path) -> None:
+def test_a_requested_capture_does_not_replace_the_capture_of_a_failing_step(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, STOPS, "model", "once", options=("--emulate", "--capture-step=7"))
     assert steps_captured(record) == [5, 7]
 
 
 @pytest.mark.parametrize(("how", "step"), [("behind the first", 0), ("behind", 5)])
-def test_a_last_step_that_is_lost_is_captured_also_where_nothing_is_replayed(
-    tmp_path: Path, how: str, step: int
-) -> None:
+def test_no_investigate_still_captures_a_failing_last_step(tmp_path: Path, how: str, step: int) -> None:
     record, page, _ = ran(tmp_path, STOPS, "model", how, options=("--emulate", "--no-investigate"))
     assert (steps_captured(record), record.investigations) == ([step], ())
     assert f"ampdbg replay .ampdbg/captures/{Path(captured(record)[0]).name}" in page
@@ -244,7 +242,7 @@ for step in range(4):
 """)
 
 
-def test_one_lost_step_that_fails_beside_its_modules_is_named_by_op_and_line(tmp_path: Path) -> None:
+def test_an_isolated_overflow_outside_its_modules_is_named_by_op_and_line(tmp_path: Path) -> None:
     record = run(tmp_path, BESIDE_THE_MODEL)[1]
     assert where(record) == ("forward-overflow", 0, "", "loss = torch.softmax(h @ h.t(), -1).square().mean()")
     assert (record.findings[0].op, steps_captured(record), record.unseen.notes) == ("aten.mm.default", [0], ())
@@ -252,14 +250,14 @@ def test_one_lost_step_that_fails_beside_its_modules_is_named_by_op_and_line(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "inner", "first"])
-def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
+def test_the_capture_of_a_step_that_ends_the_script_is_replayed_and_patched(tmp_path: Path, how: str) -> None:
     record, _, _ = ran(tmp_path, STOPS, "model", how)
     (capture,) = captured(record)
     replayed = start(tmp_path, "replay", capture)
     assert replayed.code == 1, replayed.stderr
     assert f"step {record.steps[-1].step} fails in 5 of 5 unchanged replays" in replayed.stdout
     assert OVERFLOW in " ".join(replayed.stdout.split())
-    has_loss = how != "inner"  # there an assertion of the module comes before it
+    has_loss = how != "inner"  # there an assertion of the module fails first
     assert ("was captured without its loss: only its modules were replayed" in replayed.stdout) is not has_loss
     bisected = start(tmp_path, "bisect", capture)
     assert bisected.code == 1, bisected.stderr
@@ -313,12 +311,12 @@ with torch.autocast("cuda", dtype=torch.float16):
         optimizer.zero_grad()
 print("trained", scaler.get_scale())
 """)
-"""Its first pass overflows, and its gradients are finite where autocast is off around the backward pass."""
+"""The first pass overflows; with autocast off around the backward pass the gradients are finite."""
 
 
 @pytest.mark.slow
-def test_a_patch_is_proven_outside_of_the_regions_that_the_script_is_in_by_then(tmp_path: Path) -> None:
-    """With the patch the script goes on, and the pass is known to be over when the next one begins, under autocast."""
+def test_a_patch_is_proven_outside_the_autocast_region_of_the_script(tmp_path: Path) -> None:
+    """With the patch the script continues, and only the next pass, under autocast, shows that the first has ended."""
     record = run(tmp_path, ACCUMULATES, options=("--emulate",))[1]
     (capture,) = captured(record)
     patched = start(tmp_path, "suggest-fp32", "--apply", capture)
@@ -351,11 +349,11 @@ for step in range(8):
     loss.backward()
     optimizer.step()
 """
-"""Nothing is half in it, and from step 5 on its exponentials overflow."""
+"""It trains in FP32 only, and from step 5 on its exponentials overflow."""
 
 
 @pytest.mark.slow
-def test_a_loss_that_fp32_loses_is_named_at_the_step_that_spoils_the_weights(tmp_path: Path) -> None:
+def test_an_fp32_overflow_is_named_at_the_step_that_makes_the_weights_nan(tmp_path: Path) -> None:
     result, record = run(tmp_path, IN_FP32, options=())
     assert (result.code, record.verdict) == (1, "other")
     assert where(record) == ("true-nan", 5, "", "weights = torch.exp(self.body(x) * self.gain)")
@@ -384,14 +382,12 @@ for step in range(10):
     loss.backward()
     optimizer.step()
 """)
-"""The gradient of a square root of 0 makes the weights NaN, as nothing withholds step 4; its loss is finite."""
+"""The gradient of the square root of 0 makes the weights NaN, as no scaler skips step 4; its loss is finite."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["half", "float32"])
-def test_weights_that_a_step_has_spoilt_are_told_of_and_later_steps_are_not_taken_for_its_cause(
-    tmp_path: Path, precision: str
-) -> None:
+def test_a_step_that_makes_the_weights_nan_is_named_instead_of_later_steps(tmp_path: Path, precision: str) -> None:
     _, record = run(tmp_path, SPOILS, "bad", precision)
     found = record.findings[0]
     line = "return self.head(h + (h * 0).sqrt() if self.is_bad else h)"
@@ -399,7 +395,7 @@ def test_weights_that_a_step_has_spoilt_are_told_of_and_later_steps_are_not_take
     assert ([made.step for made in record.investigations], steps_captured(record)) == ([4], [4])
 
 
-def test_without_that_gradient_it_is_healthy(tmp_path: Path) -> None:
+def test_a_loop_without_the_nan_gradient_is_healthy(tmp_path: Path) -> None:
     result, record = run(tmp_path, SPOILS, "good", "float32")
     assert (result.code, record.verdict) == (0, "healthy")
 
@@ -447,8 +443,8 @@ def main():
 
 main()
 """)
-"""The loss is finite in every step; the gradients of two steps are not: of a root of zero, or in FP16 alone. A module
-makes the loss, or a function."""
+"""Every loss is finite. Some gradients are not: of a root of zero, or in FP16 alone. A module or a function makes the
+loss."""
 
 
 ROOT = "return x.float().pow(2).sum(-1, keepdim=True).sqrt()"
@@ -464,11 +460,11 @@ TOLD: dict[tuple[str, str], tuple[str, list[int], str, list[int], str]] = {
     ("steep", "function"): ("healthy", [26, 40], "scale-calibration", [26, 40], ""),
     ("beside", "function"): ("other", [9], "true-nan", [9], ADDED),
 }
-"""The verdict, which steps were withheld, what is found, which were run again, and what the page says."""
+"""The verdict, the skipped steps, the finding, the replayed steps, and the text on the page."""
 
 
 @pytest.mark.parametrize("of", slow_but_for([("early", "function")], TOLD), ids="-".join)
-def test_a_withheld_step_is_calibration_only_where_fp32_has_its_gradients_and_changes_no_weight(
+def test_a_skipped_step_is_calibration_only_if_its_gradients_are_finite_in_fp32(
     tmp_path: Path, of: tuple[str, str]
 ) -> None:
     verdict, skipped, code, replayed, says = TOLD[of]
@@ -541,19 +537,19 @@ def main():
 
 main()
 """)
-"""The forward pass itself writes a buffer: with what has overflowed, or until it overflows. What its own norm writes is
-not read while it trains."""
+"""The forward pass itself writes a buffer: with overflowed values, or until the buffer overflows. Its own norm does not
+read the buffer in training."""
 
 
 def buffered(folder: Path, fault: str) -> tuple[Record, list[tuple[str, int, str, str]]]:
-    """The record of the script, and what was found: code, step, module and line."""
+    """Returns the record, and the code, step, module and line of each finding."""
     _, record = run(folder, BUFFERS, fault)
     return record, [(one.code, one.step, one.module, one.source.text if one.source else "") for one in record.findings]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["codes", "data"])
-def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_buffer_as_it_was(
+def test_a_pass_that_writes_overflowed_values_to_a_buffer_is_replayed_on_the_old_buffer(
     tmp_path: Path, fault: str
 ) -> None:
     record, found = buffered(tmp_path, fault)
@@ -561,7 +557,7 @@ def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_
     assert found[0] == ("forward-overflow", 20, "1", line)
     assert found[1][:2] == ("buffer-poisoned", 20)
     assert "mul in 1 reaches 136,500 in FP32" in record.findings[0].message
-    (capture,) = captured(record)  # later steps begin with NaN: they tell nothing
+    (capture,) = captured(record)  # later steps begin with NaN and show nothing
     assert steps_captured(record) == [20]
     at = next(number for number, text in enumerate(BUFFERS.splitlines(), start=1) if text.strip() == line)
     for command, code, told in [
@@ -574,22 +570,22 @@ def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_
 
 
 @pytest.mark.slow
-def test_a_buffer_that_grows_until_it_overflows_is_run_again_as_it_was(tmp_path: Path) -> None:
+def test_a_growing_buffer_is_replayed_with_its_value_before_the_step(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "gain")
     assert found[0] == ("forward-overflow", 8, "1", "distances = x @ (self.codes * self.gain)")
-    # 4.0 ** 8 times the largest code: what the pass itself has made of it since would be four times as large.
+    # 4.0 ** 8 times the largest code; the value after the pass would be four times as large.
     assert "has inputs of up to 133,400" in record.findings[0].message
 
 
 @pytest.mark.slow
-def test_statistics_that_the_first_pass_makes_nan_were_not_bad_before_it(tmp_path: Path) -> None:
+def test_norm_statistics_that_step_0_makes_nan_are_blamed_on_its_overflow(tmp_path: Path) -> None:
     _, found = buffered(tmp_path, "statistics")
     assert [(code, step) for code, step, *_ in found][:2] == [("forward-overflow", 0), ("buffer-poisoned", 0)]
     assert found[0][2:] == ("1", "x = self.body(x) * self.gains")
 
 
 @pytest.mark.slow
-def test_a_buffer_that_is_lost_and_only_written_keeps_no_step_from_being_captured(tmp_path: Path) -> None:
+def test_a_non_finite_buffer_that_is_never_read_does_not_prevent_a_capture(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "own norm")
     line = "x = self.body(x) * self.gains"
     assert found[0] == ("forward-overflow", 0, "1", line)
@@ -620,11 +616,11 @@ for step in range(12):
         loss = net(x).float().tanh().pow(2).mean()
     STEP
 """)
-"""Step 5 overflows into a buffer, and its loss is finite; step 6 computes with that. In FP32 all is well."""
+"""Step 5 overflows into a buffer, and its loss is finite; step 6 reads the buffer. FP32 is healthy."""
 
 
 @pytest.mark.slow
-def test_a_buffer_that_an_earlier_step_has_lost_is_no_divergence(tmp_path: Path) -> None:
+def test_a_buffer_made_non_finite_by_an_earlier_step_is_not_divergence(tmp_path: Path) -> None:
     _, record = run(tmp_path, AVERAGED)
     assert [(one.code, one.step) for one in record.findings[:2]] == [("unknown", 6), ("buffer-poisoned", 6)]
     why_not = "its buffer mean held inf or NaN before it, from an earlier step"
@@ -636,10 +632,10 @@ def test_a_buffer_that_an_earlier_step_has_lost_is_no_divergence(tmp_path: Path)
     assert (found.code, found.step, found.op) == ("silent-overflow", 5, "aten.mm.default")
 
 
-def test_a_buffer_that_is_no_trouble_is_not_one_here(tmp_path: Path) -> None:
+def test_a_script_with_finite_buffers_is_healthy(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "none")
     assert (record.verdict, found) == ("healthy", [])
-    assert [made.why for made in record.investigations] == ["end"]  # the step that is held against FP32
+    assert [made.why for made in record.investigations] == ["end"]  # the step that is compared with FP32
 
 
 IGNORED = scripts.loop("""
@@ -700,12 +696,12 @@ def main():
 
 main()
 """)
-"""The loss of steps 3 and 8 is not finite, and their gradients are: nothing withholds them."""
+"""The losses of steps 3 and 8 are not finite, but their gradients are: no scaler skips the steps."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["module", "fused"])
-def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tmp_path: Path, how: str) -> None:
+def test_an_isolated_non_finite_loss_without_a_skip_is_named_and_captured(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "targets", how)
     if how == "fused" and not record.environment.emulated:  # the scaler does not wait for its numbers on a GPU
         assert any(KNOWN_LATE in note for note in record.unseen.notes)
@@ -722,14 +718,14 @@ def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tm
 
 
 @pytest.mark.slow
-def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_path: Path) -> None:
+def test_an_isolated_overflow_without_a_skip_is_a_precision_fault(tmp_path: Path) -> None:
     result, record = run(tmp_path, IGNORED, "overflow", "module")
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 0)
     assert where(record) == ("forward-overflow", 3, "", "beside = (out * self.gain).float().mean() * 1e-6")
 
 
 @pytest.mark.slow
-def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(tmp_path: Path) -> None:
+def test_a_failing_step_that_cannot_be_replayed_has_a_note_that_says_why(tmp_path: Path) -> None:
     result, record = run(tmp_path, IGNORED, "targets", "recorded")
     assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "unknown", 3)
     why = "it runs a recorded CUDA graph, which runs in no other precision"
@@ -740,7 +736,7 @@ def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["function", "twice", "closure", "no module"])
-def test_an_isolated_step_of_a_loss_that_a_function_makes_is_named_and_captured(tmp_path: Path, how: str) -> None:
+def test_an_isolated_non_finite_loss_of_a_function_or_closure_is_captured(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "targets", how)
     assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "true-nan", 3)
     assert [(made.step, made.reach) for made in record.investigations] == [(3, "whole"), (8, "whole")]
@@ -749,7 +745,7 @@ def test_an_isolated_step_of_a_loss_that_a_function_makes_is_named_and_captured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["module", "function", "twice", "closure"])
-def test_without_such_steps_it_is_healthy_and_no_step_is_said_to_fail(tmp_path: Path, how: str) -> None:
+def test_a_run_without_non_finite_losses_is_healthy_and_notes_no_failing_step(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "nothing", how)
     assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
     assert {made.why for made in record.investigations} <= {"end"}

@@ -1,4 +1,4 @@
-"""``ampdbg run`` on scripts whose steps are set on an optimizer, or are part of another's, or of a backward pass."""
+"""``ampdbg run`` on scripts that replace an optimizer's step, nest steps, or update weights in the backward pass."""
 
 from pathlib import Path
 
@@ -32,16 +32,14 @@ torch.save(net.state_dict(), "net.pt")
 
 
 @pytest.mark.parametrize("scales", [True, False])
-def test_steps_that_are_set_on_an_optimizer_are_counted_and_write_the_same_bits(tmp_path: Path, scales: bool) -> None:
+def test_steps_of_a_replaced_step_method_are_counted_and_save_the_same_weights(tmp_path: Path, scales: bool) -> None:
     record, page, _ = ran(tmp_path, OWN.format(scales=scales, gain=1.0))
     assert (len(record.steps), record.steps_skipped, "saw no optimizer step" in page) == (12, 0, False)
     saves_the_same_alone(tmp_path)
 
 
 @pytest.mark.parametrize("scales", [True, False])
-def test_an_overflow_behind_six_of_them_is_where_it_is_and_the_weights_are_not_blamed(
-    tmp_path: Path, scales: bool
-) -> None:
+def test_an_overflow_after_six_steps_of_a_replaced_step_method_is_named(tmp_path: Path, scales: bool) -> None:
     record, _, code = ran(tmp_path, OWN.format(scales=scales, gain=1e6))
     assert (code, where(record)[:2]) == (1, ("forward-overflow", 6))
     assert [step.skipped for step in record.steps] == [False] * 6 + [scales] * 6
@@ -74,7 +72,7 @@ torch.save(net.state_dict(), "net.pt")
 """)
 
 
-def test_a_step_inside_another_is_a_part_of_it_and_the_masters_are_found(tmp_path: Path) -> None:
+def test_a_nested_optimizer_step_counts_once_and_its_master_weights_are_found(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, INSIDE, options=())
     assert (code, record.verdict, len(record.steps)) == (0, "healthy", 30)
     assert "Healthy: none of 30 steps skipped" in page
@@ -104,9 +102,7 @@ for step in range(30):
 
 
 @pytest.mark.parametrize("gain", [1.0, 1e30])
-def test_of_weights_that_are_written_in_the_backward_pass_it_is_said_that_no_step_was_seen(
-    tmp_path: Path, gain: float
-) -> None:
+def test_weight_updates_in_backward_hooks_are_reported_as_no_optimizer_step(tmp_path: Path, gain: float) -> None:
     record, page, _ = ran(tmp_path, HOLDERS.format(gain=gain), options=())
     assert (record.verdict, record.steps, record.findings) == ("inconclusive", (), ())
     assert "ampdbg saw no optimizer step." in page

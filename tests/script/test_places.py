@@ -1,4 +1,4 @@
-"""Where a fault is said to stand: at the line of the call, and in a library also at that of the user's."""
+"""The source line of a fault: the line of the call, and in a library also the line of the user's call."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ for step in range(8):
         loss = net(x).float().square().mean() * 1e-3
     STEP
 """)
-"""What dropout keeps of 10,000 it multiplies by ten."""
+"""Dropout multiplies the values that it keeps, about 10,000, by ten."""
 
 LIBRARY = """
 from torch import nn
@@ -47,7 +47,7 @@ def run(net, x):
 """
 
 
-def test_an_overflow_of_a_dropout_stands_at_the_line_that_calls_it(tmp_path: Path) -> None:
+def test_an_overflow_of_dropout_is_named_at_the_line_that_calls_dropout(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, DROPS)
     assert where(record) == ("forward-overflow", 6, "1.drop", "return self.drop(h)")
 
@@ -63,7 +63,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_an_overflow_in_a_library_names_the_users_call_too(how: str, tmp_path: Path) -> None:
+def test_an_overflow_in_a_library_also_names_the_users_call(how: str, tmp_path: Path) -> None:
     edits, own, call = CALLS[how]
     package = tmp_path / "site-packages" / "parts.py"
     package.parent.mkdir()

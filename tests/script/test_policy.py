@@ -5,7 +5,7 @@ from ampdbg.script.failing_steps import MOST_OF_A_KIND, Policy
 
 
 def lost(policy: Policy, optimizer: int) -> bool:
-    """Whether a step that has lost its loss is looked at; if so, it is."""
+    """Returns whether the policy wants a step with a non-finite loss; if so, replays the step."""
     is_wanted = policy.wants("loss", optimizer, has_borne=False, is_nan=False, may_settle=True)
     if is_wanted:
         with policy.looking("loss"):
@@ -14,7 +14,7 @@ def lost(policy: Policy, optimizer: int) -> bool:
 
 
 def row(policy: Policy, optimizer: int) -> list[int]:
-    """Which steps are looked at of a row whose gradients alone are not finite, from 1 on."""
+    """Returns which steps, from 1 on, are replayed in a row in which only the gradients are not finite."""
     looked_at = []
     for skip in range(1, SKIPS_IN_A_ROW + 2):
         if policy.wants("gradients", optimizer, has_borne=False, is_nan=False, may_settle=True):
@@ -23,7 +23,7 @@ def row(policy: Policy, optimizer: int) -> list[int]:
     return looked_at
 
 
-def test_the_first_of_a_row_of_lost_losses_is_replayed_whatever_other_optimizers_do_in_between() -> None:
+def test_the_first_of_a_row_of_non_finite_losses_is_replayed_for_each_optimizer() -> None:
     policy = Policy()
     assert lost(policy, 0)
     policy.taken(1)
@@ -31,17 +31,17 @@ def test_the_first_of_a_row_of_lost_losses_is_replayed_whatever_other_optimizers
     policy.taken(0)
     assert [lost(policy, 0), lost(policy, 0), lost(policy, 1)] == [True, False, True]
     policy.taken(0)
-    assert not lost(policy, 0)  # as many of a kind were
+    assert not lost(policy, 0)  # the limit for one kind is reached
 
 
-def test_a_step_whose_gradients_alone_are_not_finite_ends_a_row_of_lost_losses() -> None:
+def test_a_step_with_only_non_finite_gradients_ends_a_row_of_non_finite_losses() -> None:
     policy = Policy()
     assert lost(policy, 0)
     policy.wants("gradients", 0, has_borne=False, is_nan=False, may_settle=True)
     assert lost(policy, 0)
 
 
-def test_scales_that_settle_leave_the_replays_to_the_fault_behind_them() -> None:
+def test_replays_of_settling_scales_do_not_count_toward_the_limit_for_faults() -> None:
     policy = Policy()
     for fold in range(2 * MOST_OF_A_KIND):
         assert row(policy, fold) == [SKIPS_IN_A_ROW]
@@ -51,7 +51,7 @@ def test_scales_that_settle_leave_the_replays_to_the_fault_behind_them() -> None
     assert row(policy, 20) == []
 
 
-def test_scales_that_settle_are_replayed_within_a_share_of_the_run_alone() -> None:
+def test_settling_scales_are_replayed_up_to_a_limit_after_the_time_share_is_spent() -> None:
     policy = Policy()
     for _ in range(1000):
         policy.ended()
@@ -62,7 +62,7 @@ def test_scales_that_settle_are_replayed_within_a_share_of_the_run_alone() -> No
     assert row(policy, 10) == []
 
 
-def test_a_step_that_fails_where_only_fractions_are_lower_is_replayed_however_little_time_there_is() -> None:
+def test_a_step_whose_scale_cannot_settle_is_replayed_even_without_time_left() -> None:
     for may_settle in (True, False):
         policy = Policy()
         for _ in range(1000):

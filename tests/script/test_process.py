@@ -1,4 +1,4 @@
-"""``ampdbg run`` beside ``python``: a process ends as it would, whatever its script does with signals and streams."""
+"""``ampdbg run`` ends a process as ``python`` does, whatever the script does with signals and streams."""
 
 import os
 import shlex
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no such 
 
 
 def alone(folder: Path, *arguments: str) -> Result:
-    """What Python itself does with the same."""
+    """Runs Python itself with the same arguments."""
     found = environment(PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run(
         [sys.executable, *arguments], check=False, cwd=folder, env=found, capture_output=True, text=True, timeout=60
@@ -27,7 +27,7 @@ def alone(folder: Path, *arguments: str) -> Result:
 
 
 def both(folder: Path, text: str) -> tuple[Result, Result]:
-    """How a script of this text ends alone, and watched; the record is ``r.json``."""
+    """Runs a script of this text alone and with ampdbg; the record is ``r.json``."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     return alone(folder, "train.py"), start(folder, "run", "--record=r.json", "train.py")
 
@@ -91,7 +91,7 @@ print("saved")
     ],
     ids=["SIGTERM", "SIGHUP", "own handler", "calls the one before", "restores", "imported before"],
 )
-def test_a_signal_does_what_it_would_and_the_record_is_written(tmp_path: Path, text: str, code: int) -> None:
+def test_a_signal_acts_as_under_python_and_the_record_is_written(tmp_path: Path, text: str, code: int) -> None:
     python, watched = both(tmp_path, text)
     assert (watched.code, watched.stdout) == (python.code, python.stdout) == (code, python.stdout)
     script = read_record(tmp_path / "r.json").script
@@ -125,7 +125,7 @@ def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, how: str) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 @pytest.mark.parametrize("streams", [">&- 2>&-", ">/dev/full", ">&-", "2>&-", "2>/dev/full"])
-def test_a_lost_stream_leaves_the_exit_code(tmp_path: Path, streams: str) -> None:
+def test_a_closed_or_full_stream_does_not_change_the_exit_code(tmp_path: Path, streams: str) -> None:
     (tmp_path / "train.py").write_text("import sys\nprint(1)\nsys.exit(3)", encoding="utf-8")
 
     def code(*program: str) -> int:
@@ -137,7 +137,7 @@ def test_a_lost_stream_leaves_the_exit_code(tmp_path: Path, streams: str) -> Non
 
 
 @pytest.mark.parametrize("arguments", [pytest.param("doctor", marks=pytest.mark.slow), "explain forward-overflow"])
-def test_a_closed_stdout_is_one_message(tmp_path: Path, arguments: str) -> None:
+def test_a_closed_stdout_gives_one_error_message(tmp_path: Path, arguments: str) -> None:
     line = f"{shlex.join(command())} {arguments} >&-"
     done = subprocess.run(
         line, shell=True, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True, check=False
@@ -150,11 +150,11 @@ CODES = ["-1", "256", "2**31", "2**63 - 1", "2**63", "2**70", "-2**70", "True", 
 
 
 @pytest.mark.parametrize("code", slow_but_for(["-1", "2**63", "(1, 2)", "odd"], [*CODES, "odd"]))
-def test_the_exit_code_is_pythons(tmp_path: Path, code: str) -> None:
+def test_exit_code_and_output_are_the_same_as_under_python(tmp_path: Path, code: str) -> None:
     text = ODD if code == "odd" else f"import sys\nsys.exit({code})"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     ours, pythons = start(tmp_path, "run", "--no-watch", "train.py"), alone(tmp_path, "train.py")
-    # Most releases from 3.12 on find, when all is over, the error met in taking such a code, and show that too.
+    # Most releases from 3.12 on also show, at the very end, the error from converting such a code.
     leaves_an_error = text == ODD or "2**63)" in text or "2**70" in text
     if leaves_an_error and ("OverflowError: " in pythons.stderr or "ValueError: no" in pythons.stderr):
         pythons = replace(pythons, stderr="\n" if text == ODD else "")
@@ -184,7 +184,7 @@ threading.Thread(target=train, daemon=DAEMON).start()
     ("waits", "daemon", "steps"),
     [
         ("time.sleep(0.3)", False, 3),
-        # Python says that the main thread has ended, and waits all the same.
+        # Python reports that the main thread has ended, but still waits.
         ("threading.main_thread().join()", False, 3),
         ("time.sleep(60)", True, 0),
     ],
@@ -205,7 +205,7 @@ LEAVES_BEHIND = {
 
 
 @pytest.mark.parametrize("what", slow_but_for(["no path", "an alarm"], LEAVES_BEHIND))
-def test_what_a_script_leaves_behind_harms_no_report(tmp_path: Path, what: str) -> None:
+def test_a_changed_path_or_a_running_alarm_of_the_script_does_not_harm_the_report(tmp_path: Path, what: str) -> None:
     _, watched = both(tmp_path, f"print('trained')\n{LEAVES_BEHIND[what]}")
     assert (watched.code, watched.stdout) == (0, "trained\n")
     assert "ampdbg saw no optimizer step" in watched.stderr
@@ -223,7 +223,7 @@ raise SystemExit(3)
 
 
 @pytest.mark.slow
-def test_pools_that_wait_for_work_end_with_the_script(tmp_path: Path) -> None:
+def test_idle_pools_end_with_the_script(tmp_path: Path) -> None:
     python, watched = both(tmp_path, POOLS)
     assert (watched.code, watched.stdout) == (python.code, python.stdout) == (3, "[1, 1]\nlate\n")
 
@@ -244,7 +244,7 @@ sys.exit(4)
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_waiting_for_a_thread(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_wait_for_a_thread(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HANGS, encoding="utf-8")
     program = [*command("run", "--record=r.json"), "train.py"]
     watched = subprocess.run(
@@ -271,7 +271,7 @@ raise SystemExit(5)
 @pytest.mark.parametrize(
     "given", slow_but_for(["script.py", "-m folder.inner"], ["script.py", "-m folder", "-m folder.inner"])
 )
-def test_what_python_runs_is_run_and_sees_the_same(tmp_path: Path, given: str) -> None:
+def test_a_script_or_module_sees_the_same_globals_and_arguments_as_under_python(tmp_path: Path, given: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for file in (folder / "__main__.py", folder / "inner.py", tmp_path / "script.py"):
@@ -294,7 +294,7 @@ except ValueError:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["/dev/stdin", "pipe"])
-def test_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
+def test_a_script_from_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     program = subprocess.Popen(
         [*command("run", "--quiet", name, "1")], cwd=tmp_path, env=environment(), stdin=subprocess.PIPE,
@@ -309,7 +309,7 @@ def test_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("module", slow_but_for(["nomain.broken"], ["nomain", "nomain.broken"]))
-def test_a_package_that_cannot_be_run_is_told_of_by_python(tmp_path: Path, module: str) -> None:
+def test_a_package_that_cannot_be_run_gives_the_error_of_python(tmp_path: Path, module: str) -> None:
     (tmp_path / "nomain").mkdir()
     (tmp_path / "nomain" / "__init__.py").touch()
     (tmp_path / "nomain" / "broken.py").write_text("import no_such_thing", encoding="utf-8")

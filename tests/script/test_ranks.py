@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="a build 
 
 @dataclass(frozen=True)
 class Ended:
-    """How two processes ended: their exit codes, the weights that both have printed, and their records by rank.
+    """How two processes ended: their exit codes, the weights that both printed, and their records by rank.
 
-    What Gloo prints may stand in the same line: it writes through another stream.
+    Gloo may print into the same line, as it writes through another stream.
     """
 
     codes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Ended:
 
 
 def both(folder: Path, bad: str, *options: str, launcher: tuple[str, ...] = (), text: str = DISTRIBUTED) -> Ended:
-    """Two processes of the script; in the first three steps it overflows on the ranks ``bad``."""
+    """Runs two processes of the script, which overflows on the ranks ``bad`` in the first three steps."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     program = command("run", "--emulate", *options, "train.py", bad)
     with socket.socket() as taken:
@@ -70,9 +70,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.mark.slow
-def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path) -> None:
+def test_only_the_failing_rank_of_two_is_named_and_captured(tmp_path: Path) -> None:
     ended = both(tmp_path, "1", "--record=r.json", launcher=TORCHRUN)
-    assert ended.codes == (0,), ended.stderr  # or else torchrun ends the other one, which may still be saving
+    assert ended.codes == (0,), ended.stderr  # else torchrun ends the other rank, which may still be saving
     first, second = ended.records
     fault = second.findings[0]
     assert (fault.code, fault.module, fault.op, fault.step) == ("forward-overflow", "attention", "aten.bmm.default", 0)
@@ -105,7 +105,7 @@ def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_step_that_waits_for_other_processes_is_not_replayed_beside_them(tmp_path: Path) -> None:
+def test_a_step_that_waits_for_other_ranks_is_not_replayed(tmp_path: Path) -> None:
     line = "scores = h @ h.transpose(-1, -2)"
     text = DISTRIBUTED.replace(line, f"torch.distributed.all_reduce(h.detach().float().mean())\n        {line}")
     ended = both(tmp_path, "1", "--record=r.json", "--fail-on=never", text=text)
@@ -116,7 +116,7 @@ def test_a_step_that_waits_for_other_processes_is_not_replayed_beside_them(tmp_p
 
 
 @pytest.mark.slow
-def test_a_fault_of_all_is_named_by_each(tmp_path: Path) -> None:
+def test_a_fault_of_all_ranks_is_named_and_captured_by_each(tmp_path: Path) -> None:
     ended = both(tmp_path, "01", "--record=r.json", "--fail-on=warning")
     assert ended.codes == (1, 1)
     for record in ended.records:
@@ -128,7 +128,7 @@ def test_a_fault_of_all_is_named_by_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_healthy_processes_find_nothing_and_disturb_nothing(tmp_path: Path) -> None:
+def test_healthy_ranks_are_reported_once_and_train_the_same_weights_as_unwatched(tmp_path: Path) -> None:
     watched, bare = both(tmp_path, "none", "--trend=2"), both(tmp_path, "none", "--no-watch")
     assert (watched.codes, bare.codes) == ((0, 0), (0, 0))
     assert len(bare.weights) == 2
@@ -153,7 +153,7 @@ def test_healthy_processes_find_nothing_and_disturb_nothing(tmp_path: Path) -> N
         ({"RANK": "-1", "WORLD_SIZE": "x"}, (0, 1)),
     ],
 )
-def test_a_launcher_says_which_of_how_many_it_has_started(
+def test_rank_and_world_size_are_read_from_the_variables_of_the_launcher(
     given: dict[str, str], known: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
@@ -163,7 +163,7 @@ def test_a_launcher_says_which_of_how_many_it_has_started(
     assert launched_as() == known
 
 
-def test_alone_a_script_that_asks_for_a_group_gets_one_of_its_own() -> None:
+def test_a_single_process_script_gets_its_own_process_group() -> None:
     environ, init = dict(os.environ), distributed.init_process_group
     with pytest.raises(ValueError, match="undone"):
         _in_a_group_alone()
@@ -186,7 +186,7 @@ def _in_a_group_alone() -> None:
         raise ValueError("undone")
 
 
-def test_one_that_opens_a_port_of_its_own_opens_none() -> None:
+def test_a_single_process_script_without_a_launcher_opens_no_port() -> None:
     before = dict(os.environ)
     with socket.create_server(("127.0.0.1", 0)) as taken, alone(has_launcher=False):
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
@@ -196,14 +196,14 @@ def test_one_that_opens_a_port_of_its_own_opens_none() -> None:
         assert dict(os.environ) == before
 
 
-def test_weights_that_are_shared_out_are_not_captured() -> None:
+def test_sharded_weights_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert why_in_parts(model) == ""
     vars(model[1].weight)["_is_flat_param"] = True
     assert why_in_parts(model).startswith("1.weight is sharded over the processes")
 
 
-def test_half_weights_of_a_group_of_one_may_be_run_in_fp32_unless_something_hangs_on_their_sums() -> None:
+def test_half_weights_with_gradient_hooks_are_detected_only_in_a_process_group() -> None:
     def lone() -> nn.Linear:
         return nn.Linear(2, 2).bfloat16()
 
@@ -212,7 +212,7 @@ def test_half_weights_of_a_group_of_one_may_be_run_in_fp32_unless_something_hang
     hooked, fired = lone(), list[int]()
     sums = get_gradient_edge(hooked.weight).node  # as Megatron and picotron hold them
     sums.register_hook(lambda *_: fired.append(1))
-    assert not hooks_half_weights(hooked)  # there is no group
+    assert not hooks_half_weights(hooked)  # there is no process group
     distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         wrapper = nn.parallel.DistributedDataParallel(lone())

@@ -1,4 +1,4 @@
-"""A script that is started again for a capture ends in its middle, and what it would write over stays as it is."""
+"""A script that is restarted for a capture ends at the captured step, and existing files stay unchanged."""
 
 import builtins
 import contextlib
@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script, its capture, and the files of a night."""
+    """A folder with the script, its capture, and the files of an earlier run."""
     folder = tmp_path_factory.mktemp("night")
     run(folder, BEGINS_ANEW + scripts.PLAIN, "400", "6")
     shutil.copy(capture_of(folder), folder / "c.safetensors")
@@ -74,7 +74,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
-def test_files_are_as_they_were_before_the_script_was_started_again(command: str, made: Path, tmp_path: Path) -> None:
+def test_a_restarted_script_leaves_existing_files_unchanged(command: str, made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again"
     shutil.copytree(made, folder)
     result = start(folder, command, "c.safetensors")
@@ -87,7 +87,7 @@ def test_files_are_as_they_were_before_the_script_was_started_again(command: str
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
 @pytest.mark.parametrize("caught", ["", "try: ", "threading.Thread(target=lambda: "])
-def test_a_script_that_removes_what_was_there_ends_with_what_to_type(
+def test_a_restarted_script_that_removes_an_existing_folder_is_refused_with_a_hint(
     caught: str, command: str, made: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "again"
@@ -109,7 +109,7 @@ WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chd
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path) -> None:
+def test_a_restarted_script_may_change_to_its_own_folder(is_there: bool, tmp_path: Path) -> None:
     run(tmp_path, WORKS_IN_ITS_OWN + scripts.PLAIN, "400", "6")
     if not is_there:
         shutil.rmtree(tmp_path / "outputs")
@@ -119,7 +119,7 @@ def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
+def test_an_interrupted_replay_leaves_existing_files_unchanged(made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again"
     shutil.copytree(made, folder)
     interrupted("replaying step", folder, tmp_path, "replay")
@@ -141,7 +141,7 @@ with temporary_folder() as folder, FileGuard(folder, lambda event, path: Refused
 
 
 def guarded(folder: Path, code: str, is_refused: bool = False) -> Result:
-    """A process that runs the code in the folder, with the files there guarded."""
+    """Runs the code in a process in the folder, with the files there guarded."""
     ended = start_python(folder, PROGRAM.replace("CODE", repr(code)))
     assert (ended.code == 0) != is_refused, ended.stderr
     return ended
@@ -212,11 +212,11 @@ tarfile.open('t').extractall()""",
         "a.txt",
     ),
 }
-"""Code, and the event and path that are named."""
+"""The code, and the event and path in the error."""
 
 
 def there(folder: Path) -> dict[str, object]:
-    """What is below a folder: contents, modes, and where links lead to."""
+    """Returns the contents and modes of files and the targets of links below a folder."""
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else (path.stat().st_mode, read(path))
         for path in folder.rglob("*")
@@ -243,13 +243,13 @@ def before(tmp_path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("way", CARRIED)
-def test_what_was_there_stays_however_it_is_written(tmp_path: Path, before: dict[str, object], way: str) -> None:
+def test_guarded_writes_do_not_change_existing_files(tmp_path: Path, before: dict[str, object], way: str) -> None:
     guarded(tmp_path, CARRIED[way])
     assert there(tmp_path) == before
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_what_would_remove_or_rename_it_is_refused_by_its_name(
+def test_removing_or_renaming_an_existing_file_is_refused_with_its_path(
     tmp_path: Path, before: dict[str, object], way: str
 ) -> None:
     code, event, path = REFUSED[way]
@@ -271,13 +271,13 @@ CREATING_EVENTS = (
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
-def test_new_files_and_folders_are_like_any_other_and_go_again(tmp_path: Path, ending: str) -> None:
-    guarded(tmp_path, f"import sys\n{CREATING_EVENTS}{ending}")
+def test_new_files_and_folders_are_usable_and_removed_at_the_end(tmp_path: Path, ending: str) -> None:
+    guarded(tmp_path, f"import sys\n{MAKES}{ending}")
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(tmp_path: Path) -> None:
-    code = f"{CREATING_EVENTS}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
+def test_a_new_folder_that_holds_a_file_of_another_process_is_kept(tmp_path: Path) -> None:
+    code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
     guarded(tmp_path, code)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
 
@@ -296,7 +296,7 @@ BESIDE = {
 @pytest.mark.parametrize(
     "then", ["", "open('new', 'w').write('ours again')\nassert open('new').read() == 'ours again'"]
 )
-def test_a_new_file_that_another_process_has_put_in_its_place_stays(tmp_path: Path, way: str, then: str) -> None:
+def test_a_file_that_another_process_put_in_place_of_a_new_file_is_kept(tmp_path: Path, way: str, then: str) -> None:
     ours, theirs = BESIDE[way]
     code = (
         f"{ours}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {f'import os{chr(10)}{theirs}'!r}])\n"
@@ -318,12 +318,12 @@ MOVES = {
 
 
 @pytest.mark.parametrize("what", MOVES)
-def test_what_was_moved_or_written_on_goes_too(tmp_path: Path, what: str) -> None:
+def test_new_files_that_were_moved_linked_or_kept_open_are_removed(tmp_path: Path, what: str) -> None:
     guarded(tmp_path, MOVES[what])
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> None:
+def test_existing_files_and_files_outside_the_folder_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("old")
     guarded(tmp_path / "work", "open('a.txt', 'w').write('new')\nopen('../cache', 'w').write('kept')")
@@ -331,7 +331,7 @@ def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> Non
     assert (tmp_path / "cache").read_text() == "kept"
 
 
-def test_what_would_be_an_error_is_one(tmp_path: Path) -> None:
+def test_guarded_calls_raise_the_same_file_errors_as_python(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("old")
     for code, error in (
         ("open('a.txt', 'x')", "FileExistsError"),
@@ -349,7 +349,7 @@ def replaced_by_a_guard() -> list[object]:
     return [*of_python, torch.jit.load, torch._C.PyTorchFileWriter, "from_file" in vars(torch.UntypedStorage)]
 
 
-def test_afterwards_python_is_as_it_was(tmp_path: Path) -> None:
+def test_the_guard_restores_the_functions_that_it_replaces(tmp_path: Path) -> None:
     then = replaced_by_a_guard()
     with temporary_folder() as folder, contextlib.suppress(ZeroDivisionError), FileGuard(folder, PermissionError).on():
         assert all(now is not before for now, before in zip(replaced_by_a_guard(), then, strict=True))
@@ -364,7 +364,7 @@ WORKERS = {
     "a daemon": "p = mp.Process(target=late, daemon=True); p.start()",
     "a pool": "pool = ProcessPoolExecutor(1, mp); pool.submit(late); p, = pool._processes.values()",
 }
-"""What may live as long as the loop."""
+"""Workers that may live as long as the loop."""
 
 AROUND_THE_LOOP = """
     import multiprocessing, os, time
@@ -387,7 +387,7 @@ AROUND_THE_LOOP = """
 @pytest.mark.slow
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="Windows forks no process")
 @pytest.mark.parametrize(("worker", "command"), [*zip(WORKERS, ("replay", "replay", "suggest-fp32"), strict=True)])
-def test_it_ends_with_the_workers_that_it_has_forked(worker: str, command: str, tmp_path: Path) -> None:
+def test_a_restarted_script_ends_with_its_forked_workers(worker: str, command: str, tmp_path: Path) -> None:
     head = scripts.PLAIN.partition("\n    main(")[0]
     run(tmp_path, head + AROUND_THE_LOOP.replace("WORKER", WORKERS[worker]), "400", "6")
     result, record = on(tmp_path, command, capture_of(tmp_path))
@@ -410,7 +410,7 @@ IN_A_THREAD = """
         time.sleep(0.01)
     print("main ends")
 """
-"""With ``waits`` it waits for its training, else it ends in the midst of a replay."""
+"""With ``waits`` the main thread waits for the training, else it ends during a replay."""
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +424,7 @@ def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "how"), [("replay", "waits"), ("replay", "ends"), ("suggest-fp32", "ends")])
-def test_it_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_path: Path) -> None:
+def test_a_restarted_script_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_path: Path) -> None:
     shutil.copytree(threaded, tmp_path, dirs_exist_ok=True)
     result, record = on(tmp_path, command, capture_of(tmp_path), f"--script=train.py 400 6 {how}")
     found = record.findings[0]
@@ -434,7 +434,7 @@ def test_it_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_it_in_a_thread(threaded: Path, tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_search_in_a_script_that_trains_in_a_thread(threaded: Path, tmp_path: Path) -> None:
     interrupted("searching", threaded, tmp_path, "bisect")
 
 
@@ -466,7 +466,7 @@ def temporaries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LONGEST_SOCKET = 103
-"""Characters: of the path of a socket, where there are fewest."""
+"""The number of characters in the path of a socket, on the system that allows the fewest."""
 
 
 @pytest.fixture
@@ -482,7 +482,7 @@ def temporary() -> Iterator[Path]:
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no TMPDIR, and no semaphores that stay")
 @pytest.mark.parametrize("arguments", ["400 6", "400 6 loader"])
 @pytest.mark.parametrize("command", ["replay", "suggest-fp32"])
-def test_temporary_files_go_with_the_script(
+def test_temporary_files_and_semaphores_of_a_restarted_script_are_removed(
     command: str, arguments: str, temporaries: Path, tmp_path: Path, temporary: Path
 ) -> None:
     folder = tmp_path / "f"
@@ -490,7 +490,7 @@ def test_temporary_files_go_with_the_script(
     for name in ("cache", "tmp0123"):
         (temporary / name).write_text("of before")
     script = f"--script=train.py {arguments}"
-    result = start_anew(folder, command, str(capture_of(folder)), script, TMPDIR=str(temporary))  # a fork knows its own
+    result = start_anew(folder, command, str(capture_of(folder)), script, TMPDIR=str(temporary))  # a fork keeps its own
     assert result.code == (command == "replay"), result.stderr
     assert "cached of before" in result.stderr
     assert ("loaded 8" in result.stderr) == arguments.endswith("loader")

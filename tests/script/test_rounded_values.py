@@ -1,4 +1,4 @@
-"""A line whose input an earlier rounding has ruined: the patch stands where the value is made, wherever that is."""
+"""A line whose input was rounded too early: the patch is placed where the value is made, in any kind of code."""
 
 import textwrap
 from pathlib import Path
@@ -18,7 +18,7 @@ SPOILT = {
     "mean": ("x = h * 1e-3 + 100", "d = x - x.mean(0)", "var = (d * d).mean(0)", "out = d / torch.sqrt(var + 1e-8)"),
     "cast": ("h = h.float()", "h = h.half()", "y = torch.tanh(h * 4)", "out = torch.log(1 - y * y + 1e-8)"),
 }
-"""Each makes ``out`` of ``h``, which is half: a value near 1, or one beside a large mean, is rounded too early."""
+"""Each makes ``out`` from the half ``h``: a value near 1, or one beside a large mean, is rounded too early."""
 
 NET = """
 class Net(nn.Module):
@@ -55,7 +55,7 @@ PLACES = {
 
 
 def script(kind: str, place: str, *, is_healthy: bool = False) -> str:
-    """The values of ``kind`` made in a place; in the healthy twin ``h`` and what follows is FP32."""
+    """Returns a script that makes ``kind`` in ``place``; the healthy twin keeps ``h`` and the rest in FP32."""
     lines = "\n".join(SPOILT[kind])
     if is_healthy:
         lines = "h = h.float()\n" + lines.replace(".half()", ".float()")
@@ -67,7 +67,7 @@ def script(kind: str, place: str, *, is_healthy: bool = False) -> str:
 
 
 def library(folder: Path, kind: str) -> None:
-    """The function as one of an installed package."""
+    """Writes the function into an installed package."""
     file = folder / "site-packages" / "head.py"
     file.parent.mkdir()
     file.write_text("import torch\n\n" + FUNCTION.replace("{lines}", "\n    ".join(SPOILT[kind])))
@@ -93,7 +93,7 @@ QUICK = [("tanh of a cast by hand", "the loop")]
 
 
 @pytest.mark.parametrize("case", slow_but_for(QUICK, list(EDITS)), ids=" in ".join)
-def test_a_value_is_made_in_fp32_where_it_was_rounded_too_early(case: tuple[str, str], tmp_path: Path) -> None:
+def test_suggest_fp32_patches_the_place_that_rounds_a_value_too_early(case: tuple[str, str], tmp_path: Path) -> None:
     kind, place = case
     library(tmp_path, kind)
     record, _, _ = ran(tmp_path, script(kind, place))
@@ -108,6 +108,6 @@ def test_a_value_is_made_in_fp32_where_it_was_rounded_too_early(case: tuple[str,
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["tanh"], list(SPOILT)))
-def test_what_is_made_in_fp32_is_spoilt_by_no_rounding(kind: str, tmp_path: Path) -> None:
+def test_a_value_that_is_made_in_fp32_is_healthy(kind: str, tmp_path: Path) -> None:
     record, _, code = ran(tmp_path, script(kind, "the loop", is_healthy=True))
     assert (record.verdict, code) == ("healthy", 0)

@@ -1,4 +1,4 @@
-"""Rows of skipped steps: each fault is named at its own step, whether scalers are made anew or loops run in threads."""
+"""Rows of skipped steps: each fault is named at its own step, also with new scalers or loops in threads."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,12 +23,12 @@ for step in range(12):
             loss = loss + (out - out.detach()).pow(2).sum().sqrt()
     STEP
 """)
-"""Its scale settles in eight steps."""
+"""The loss scale settles in eight steps."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("at", "found"), [("3", [("true-nan", 3)]), ("99", [("scale-calibration", 0)])])
-def test_a_fault_among_the_steps_in_which_a_scale_settles_is_of_its_own_step(
+def test_a_fault_while_the_loss_scale_settles_is_named_at_its_own_step(
     tmp_path: Path, at: str, found: list[tuple[str, int]]
 ) -> None:
     _, record = run(tmp_path, SETTLES, at, options=("--emulate", "--capture-step=3"))
@@ -67,14 +67,14 @@ for step in range(8):
         loss = net(torch.randn(4, 8).cuda(), gain, offset)
     STEP
 """)
-"""Of step 2 no precision has gradients; of step 3 FP16 alone has none."""
+"""Step 2 has no finite gradients in any precision; in step 3 only FP16 has none."""
 
 LENGTH, SMALL = ("true-nan", 2, "length", None), ("eps-underflow", 3, "small", None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bad", "found"), [("a", [LENGTH]), ("ab", [LENGTH, SMALL]), ("", [])])
-def test_a_second_fault_is_told_of_beside_the_first(
+def test_a_second_fault_in_the_next_step_is_found_beside_the_first(
     tmp_path: Path, bad: str, found: list[tuple[str, int, str, None]]
 ) -> None:
     _, record = run(tmp_path, TWO, bad)
@@ -97,11 +97,11 @@ for turn in range(6):
         scalers[place].step(optimizers[place])
         scalers[place].update()
 """)
-"""The second loss is three times the first, and has a scaler of its own; step 7 is a second one without gradients."""
+"""The second loss is three times the first and has its own scaler; in step 7 its gradients are not finite."""
 
 
 @pytest.mark.slow
-def test_losses_of_optimizers_with_a_scaler_each_are_no_one_curve(tmp_path: Path) -> None:
+def test_losses_of_optimizers_with_their_own_scalers_are_separate_curves(tmp_path: Path) -> None:
     _, record = run(tmp_path, OF_TWO_LOSSES, options=("--emulate", "--capture-step=7"))
     assert [(one.code, one.step) for one in record.findings] == [("true-nan", 7)]
     replayed = start(tmp_path, "replay", captured(record)[0])
@@ -125,7 +125,7 @@ for step in range(40):
 
 
 CASES = {
-    "none lasts": ("1", "65536", [("scale-restart", "error")]),  # no step is taken, and no error says so
+    "none lasts": ("1", "65536", [("scale-restart", "error")]),  # no step is taken, without an error
     "each lasts a little": ("4", "65536", [("scale-restart", "warning")]),
     "nothing is lost": ("1", "64", []),
     "one scaler, as it ought to be": ("40", "65536", [("scale-calibration", "info")]),
@@ -133,7 +133,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", slow_but_for(["none lasts", "nothing is lost"], CASES))
-def test_a_new_scaler_every_few_steps_is_told_of_where_it_costs_steps(tmp_path: Path, case: str) -> None:
+def test_a_new_scaler_every_few_steps_is_reported_if_steps_are_skipped(tmp_path: Path, case: str) -> None:
     every, begins, found = CASES[case]
     result, record = run(tmp_path, ANEW, every, begins)
     assert [(one.code, one.severity) for one in record.findings] == found

@@ -1,4 +1,4 @@
-"""``ampdbg run`` on unchanged scripts: what is found in them, and that they end as they would without it."""
+"""``ampdbg run`` on unchanged scripts: its findings, and that scripts run and end as without ampdbg."""
 
 import gzip
 import math
@@ -24,7 +24,7 @@ FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait(
 
 
 def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)) -> tuple[Result, Record]:
-    """The program on a script of this text, and its record."""
+    """Runs a script of this text with ampdbg and reads its record."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     result = start(folder, "run", *options, "--record=r.json", "train.py", *arguments)
     assert (folder / "r.json").exists(), result.stderr
@@ -32,7 +32,7 @@ def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("-
 
 
 def ran(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)) -> tuple[Record, str, int]:
-    """The record of a script of this text, what stands on its page, and its exit code."""
+    """Runs a script of this text; returns its record, the text of its page and its exit code."""
     result, record = run(folder, text, *arguments, options=options)
     return record, " ".join(result.stderr.split()), result.code
 
@@ -50,12 +50,12 @@ def captured(record: Record) -> list[str]:
 
 
 def steps_captured(record: Record) -> list[int]:
-    """Of which steps a run has captures."""
+    """The steps that a run has captured."""
     return [int(path.rpartition("-step-")[2].partition(".")[0]) for path in captured(record)]
 
 
 def saves_the_same_alone(folder: Path, *arguments: str) -> None:
-    """Asserts that the script, unwatched, saves the bytes that it has just saved."""
+    """Asserts that the unwatched script saves the same bytes as the run before."""
     watched = (folder / "net.pt").read_bytes()
     (folder / "net.pt").unlink()
     start(folder, "run", "--emulate", "--no-watch", "train.py", *arguments)
@@ -63,7 +63,7 @@ def saves_the_same_alone(folder: Path, *arguments: str) -> None:
 
 
 def alone(folder: Path, *arguments: str) -> str:
-    """What a script prints that is given the same, without ampdbg."""
+    """Returns the output of a script with the same arguments, without ampdbg."""
     code = f"import runpy, sys; sys.argv = {[*arguments]}; sys.path.insert(0, ''); runpy.run_path(sys.argv[0], None, "
     ended = start_python(folder, f"{code}'__main__')")
     assert ended.code == 0, ended.stderr
@@ -71,13 +71,13 @@ def alone(folder: Path, *arguments: str) -> str:
 
 
 def by_python(folder: Path, *arguments: str) -> str:
-    """What a Python that starts for it prints, given the same."""
+    """Returns the output of a new Python process with these arguments."""
     program = [sys.executable, *arguments]
     found = environment(PYTHONPATH=os.pathsep.join(sys.path))
     return subprocess.run(program, check=True, cwd=folder, env=found, capture_output=True, text=True).stdout
 
 
-def test_a_healthy_script_is_healthy_and_has_no_captures(tmp_path: Path) -> None:
+def test_a_healthy_script_has_no_findings_and_no_captures(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.PLAIN, "1", "6")
     assert (result.code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 6, ())
     assert record.environment.emulated is (record.environment.device == "cpu")
@@ -87,7 +87,7 @@ def test_a_healthy_script_is_healthy_and_has_no_captures(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> None:
+def test_weights_and_output_are_the_same_as_without_ampdbg(tmp_path: Path) -> None:
     result, _ = run(tmp_path, scripts.PLAIN, "1", "5", options=("--fail-on=never",))
     watched = (tmp_path / "weights.pt").read_bytes()
     assert (result.code, result.stdout) == (0, alone(tmp_path, "train.py", "1", "5"))
@@ -130,7 +130,7 @@ write("by a module of a name that ampdbg uses")
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("option", ["--watch", "--no-watch"])
-def test_what_a_script_has_not_written_yet_is_written_at_its_end(option: str, fails: bool, tmp_path: Path) -> None:
+def test_files_that_a_script_leaves_open_are_flushed_at_its_end(option: str, fails: bool, tmp_path: Path) -> None:
     folders = []
     for name in ("alone", "run"):
         folder = tmp_path / name
@@ -164,7 +164,7 @@ print("done")
 
 
 @pytest.mark.parametrize("gain", slow_but_for(["2000"], ["1", "2000"]))
-def test_a_model_that_is_scripted_as_a_whole_runs_as_it_would(gain: str, tmp_path: Path) -> None:
+def test_a_fully_scripted_model_trains_and_its_overflow_is_found(gain: str, tmp_path: Path) -> None:
     code = int(gain != "1")
     result, record = run(tmp_path, SCRIPTED, gain)
     assert (result.code, result.stdout, record.steps_run) == (code, "done\n", 3)
@@ -181,7 +181,7 @@ HEALTHY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HEALTHY)
-def test_scripts_of_other_kinds_are_healthy_within_range(tmp_path: Path, case: str) -> None:
+def test_scripts_of_other_kinds_are_healthy_without_an_overflow(tmp_path: Path, case: str) -> None:
     result, record = run(tmp_path, HEALTHY[case])
     assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
     assert case != "a model in a function" or record.groups == ("group 0",)
@@ -189,7 +189,7 @@ def test_scripts_of_other_kinds_are_healthy_within_range(tmp_path: Path, case: s
 
 
 @pytest.mark.slow
-def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path) -> None:
+def test_parameter_names_of_a_gan_name_the_failing_generator(tmp_path: Path) -> None:
     _, record = run(tmp_path, scripts.GAN.replace("GAIN", "1e9"))
     named = {one.name.partition(".")[0] for step in record.steps for group in step.groups for one in group.parameters}
     assert named == {"netG"}
@@ -203,14 +203,12 @@ SETTLES = {
     "in each fold": (scripts.FOLDS.replace("BREAKS", "pass"), ()),
     "not before the run ends": (scripts.CALIBRATION.replace("range(30)", "range(7)"), UNSETTLED),
 }
-"""Where a scale settles, and what the page says of it."""
+"""The scripts in which a scale settles, and the text on the page."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SETTLES)
-def test_a_scale_that_settles_is_no_fault_and_settles_where_its_own_loop_has_brought_it(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_settling_scale_is_info_with_the_final_scale_of_its_own_loop(tmp_path: Path, how: str) -> None:
     text, says = SETTLES[how]
     record, page, code = ran(tmp_path, text)
     assert (code, record.verdict) == (0, "healthy" if says != UNSETTLED else "inconclusive")
@@ -228,11 +226,11 @@ for _ in range(6):
         loss = net(torch.ones(1, 4, device="cuda")).float().sum() * 1e5
     STEP
 """)
-"""Its gradients do not fit half at a loss scale of 1, and fit at half of that."""
+"""The gradients overflow FP16 at a loss scale of 1, but not at 0.5."""
 
 
 @pytest.mark.parametrize(("first", "found"), [("1.0", ["gradient-overflow"]), ("0.5", [])])
-def test_a_step_that_fails_at_a_loss_scale_of_one_is_captured_though_a_lower_one_would_do(
+def test_a_step_that_fails_at_a_loss_scale_of_1_is_captured_though_0_5_would_work(
     tmp_path: Path, first: str, found: list[str]
 ) -> None:
     result, record = run(tmp_path, AT_ONE.replace("FIRST", first))
@@ -242,14 +240,14 @@ def test_a_step_that_fails_at_a_loss_scale_of_one_is_captured_though_a_lower_one
 
 
 @pytest.mark.slow
-def test_a_scale_that_settled_and_collapses_is_blamed_on_the_op_behind_it(tmp_path: Path) -> None:
+def test_a_collapse_after_a_settled_scale_is_blamed_on_the_failing_line(tmp_path: Path) -> None:
     steep = "h = net[0](x); loss = loss + (h - h.detach()).float().sum() * 1e8"
     _, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", steep))
     assert (*where(record)[:2], where(record)[3]) == ("gradient-overflow", 103, steep)
 
 
 @pytest.mark.slow
-def test_a_learning_rate_that_diverges_is_not_blamed_on_half(tmp_path: Path) -> None:
+def test_divergence_from_a_high_learning_rate_is_not_a_precision_fault(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.DIVERGING)
     assert result.code == 1
     assert record.verdict != "precision"
@@ -257,7 +255,9 @@ def test_a_learning_rate_that_diverges_is_not_blamed_on_half(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_for_cuda_without_a_gpu_is_reported_as_not_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result, record = run(tmp_path, scripts.PLAIN, "400", "3", options=())
     assert (result.code, [found.code for found in record.findings]) == (1, ["not-half"])
@@ -266,7 +266,7 @@ def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "verdict"), [("y.square()", "healthy"), ("y.log()", "other")])
-def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict: str) -> None:
+def test_the_page_of_an_fp32_script_says_that_fp32_was_used(tmp_path: Path, loss: str, verdict: str) -> None:
     result, record = run(tmp_path, scripts.FP32.replace("LOSS", loss), options=())
     assert (record.verdict, record.environment.policy) == (verdict, "none")
     said = " ".join(result.stderr.split())
@@ -282,7 +282,7 @@ def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict
 
 @pytest.mark.parametrize("gain", slow_but_for(["1e3"], ["1.0", "1e3"]))
 @pytest.mark.parametrize("loop", slow_but_for(list(scripts.LOOPS)[:2], scripts.LOOPS))
-def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path, loop: str, gain: str) -> None:
+def test_a_replayed_step_leaves_output_and_weights_unchanged(tmp_path: Path, loop: str, gain: str) -> None:
     result, record = run(tmp_path, scripts.LOOPS[loop].replace("GAIN", gain), options=("--emulate", "--fail-on=never"))
     watched = (tmp_path / "weights.pt").read_bytes()
     bare = start(tmp_path, "run", "--emulate", "--no-watch", "train.py")
@@ -303,7 +303,7 @@ def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path,
         assert "the script waits while ampdbg replays it" in result.stderr
 
 
-def test_a_record_lands_where_the_run_started_and_calls_no_script_without_an_optimizer_healthy(tmp_path: Path) -> None:
+def test_the_record_is_in_the_start_folder_and_inconclusive_without_an_optimizer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os\nos.mkdir('out')\nos.chdir('out')\nprint(os.getcwd())", encoding="utf-8"
     )
@@ -313,7 +313,7 @@ def test_a_record_lands_where_the_run_started_and_calls_no_script_without_an_opt
     assert read_record(tmp_path / ".ampdbg" / "latest.json").verdict == "inconclusive"
 
 
-def test_a_model_without_numbers_and_an_optimizer_without_a_hash_are_no_trouble(tmp_path: Path) -> None:
+def test_a_meta_model_and_an_unhashable_optimizer_are_healthy(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.ODD)
     assert (result.code, result.stdout, record.verdict, record.steps_run) == (0, "tried out\n", "healthy", 4)
 
@@ -327,7 +327,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("how", slow_but_for(["raises", "at once", "fork"], ENDINGS))
-def test_it_ends_as_it_would(tmp_path: Path, how: str) -> None:
+def test_a_script_ends_with_its_own_exit_code_and_error(tmp_path: Path, how: str) -> None:
     text, code, says = ENDINGS[how]
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     result = start(tmp_path, "run", "--quiet", "train.py")
@@ -359,7 +359,7 @@ for warning in warned:
 
 
 @pytest.mark.slow
-def test_a_warning_names_the_line_that_it_names_without(tmp_path: Path) -> None:
+def test_warnings_name_the_same_lines_as_without_ampdbg(tmp_path: Path) -> None:
     result, _ = run(tmp_path, WARNED, options=())
     assert result.stdout == alone(tmp_path, "train.py")
     assert [said in result.stdout for said in (" Detected call", " The epoch", "train.py 15 my own")] == [True] * 3
@@ -398,7 +398,7 @@ for step in range(6):
 """)
 
 
-def test_what_is_called_by_keyword_is_watched_as_well(tmp_path: Path) -> None:
+def test_calls_with_keyword_arguments_are_watched(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, BY_KEYWORD)
     assert (record.steps_run, record.steps_skipped, record.unseen.notes) == (6, 1, ())
     assert where(record)[:2] == ("forward-overflow", 3)
@@ -427,7 +427,7 @@ for step in range(5):
 """)
 
 
-def test_a_replay_shows_no_warning_of_the_step_again(tmp_path: Path) -> None:
+def test_a_replay_does_not_repeat_the_warnings_of_its_step(tmp_path: Path) -> None:
     result, record = run(tmp_path, WARNS_EACH_TIME)
     assert [made.step for made in record.investigations] == [2]
     assert result.stderr.count("UserWarning: my own") == record.steps_run == 5
@@ -445,7 +445,7 @@ def test_a_replay_shows_no_warning_of_the_step_again(tmp_path: Path) -> None:
         (("python", "train.py"), "start ampdbg inside it: ampdbg run train.py"),
     ],
 )
-def test_what_cannot_be_run_says_what_can(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+def test_run_refuses_a_non_script_target_with_a_hint(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     with open(tmp_path / "data.bin", "wb") as data:
         data.truncate(2**35)
     result = start(tmp_path, "run", *arguments)
@@ -454,21 +454,21 @@ def test_what_cannot_be_run_says_what_can(tmp_path: Path, arguments: tuple[str, 
 
 
 OWN = ("yaml", "typer", "tqdm", "rich", "libcst")
-"""What ampdbg or torch has loaded when the script starts, and what ampdbg loads only afterwards."""
+"""Modules that ampdbg or torch has loaded when the script starts, and modules that ampdbg loads afterwards."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [("train.py",), ("-m", "train")], ids=["file", "module"])
 @pytest.mark.parametrize("has_own", [True, False])
-def test_modules_beside_the_script_are_found_before_those_that_ampdbg_has(
+def test_modules_beside_the_script_take_precedence_over_modules_of_ampdbg(
     has_own: bool, how: tuple[str, ...], tmp_path: Path
 ) -> None:
     for name in OWN if has_own else ():
         (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
-    (tmp_path / "numpy").mkdir()  # a mere folder goes behind what is installed
+    (tmp_path / "numpy").mkdir()  # an installed package precedes a mere folder
     text = f"import numpy, {', '.join(OWN)}\nprint(numpy.__file__, {', '.join(f'{one}.__file__' for one in OWN)})"
     (tmp_path / "train.py").write_text(scripts.CALIBRATION + text, encoding="utf-8")
-    program = tmp_path / "bin" / "program.py"  # as pip installs it: where it stands there is no module
+    program = tmp_path / "bin" / "program.py"  # as pip installs it, in a folder without modules
     program.parent.mkdir()
     program.write_text("from ampdbg.__main__ import main\nmain()", encoding="utf-8")
     printed = by_python(tmp_path, str(program), "run", "--quiet", "--emulate", "--record=r.json", *how)
@@ -478,7 +478,7 @@ def test_modules_beside_the_script_are_found_before_those_that_ampdbg_has(
 
 
 @pytest.mark.parametrize("ending", ["raise SystemExit(3)", "sys.path[:] = [None, 3]; raise SystemExit(3)"])
-def test_ampdbg_has_its_modules_again_however_the_script_ends(
+def test_modules_that_the_script_hides_are_restored_however_the_script_ends(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loaded() -> dict[str, object]:
@@ -495,7 +495,7 @@ def test_ampdbg_has_its_modules_again_however_the_script_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["named_buffers", "modules"])
-def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, name: str) -> None:
+def test_a_script_that_breaks_nn_module_trains_to_its_end_and_the_watcher_fails(tmp_path: Path, name: str) -> None:
     text = scripts.PLAIN.replace("        x = torch", f"        nn.Module.{name} = None\n        x = torch")
     result, record = run(tmp_path, text, "400", "6")
     unwatched = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "400", "6")
@@ -535,7 +535,7 @@ for step in range(4):
 """)
 
 
-def test_an_error_of_autocast_is_named_though_the_model_does_not_name_its_modules(tmp_path: Path) -> None:
+def test_an_autocast_error_is_named_even_if_named_modules_raises(tmp_path: Path) -> None:
     result, record = run(tmp_path, NAMELESS)
     line = "made = nn.functional.binary_cross_entropy(made.sigmoid(), torch.zeros_like(made))"
     assert where(record) == ("misuse-bce", 3, "", line)
@@ -553,7 +553,7 @@ TRACED_ENDINGS = {
 
 
 def replaced_by_a_run() -> list[object]:
-    """What a run replaces meanwhile."""
+    """The functions, hooks and process state that a run replaces."""
     scaler, cuda = torch.amp.GradScaler, torch.cuda
     functions = [scaler.scale, scaler.step, scaler.update, vars(torch.autograd)["_engine_run_backward"]]
     functions += [torch.Tensor.cuda, torch.optim.Optimizer.__init__]
@@ -566,7 +566,7 @@ def replaced_by_a_run() -> list[object]:
 
 
 @pytest.mark.parametrize("how", slow_but_for(["to its end", "with a code while a step is traced"], TRACED_ENDINGS))
-def test_torch_and_the_process_are_as_they_were(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_restores_torch_and_the_process(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ending = TRACED_ENDINGS[how]
     text = scripts.LOSS_LINE.replace("GAIN", "1000.0")
     text = text.replace("for _ in range(7):", "sys.modules['held'] = net\nfor step in range(7):")

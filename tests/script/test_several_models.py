@@ -1,4 +1,4 @@
-"""A script that trains several models: what is handed over of a failing step can be used in it as it says."""
+"""Scripts that train several models: captures, pins and patches of their steps work as described."""
 
 from pathlib import Path
 
@@ -64,11 +64,11 @@ class Trainer:
 
 Trainer().train()
 """)
-"""The first of two generators of a class overflows; none of the models has a name of its own in the script."""
+"""The first of two generators of one class overflows; no model is a variable of the script."""
 
 
 @pytest.mark.slow
-def test_the_file_of_pins_takes_the_object_that_it_names(tmp_path: Path) -> None:
+def test_the_pins_file_fixes_the_model_that_its_argument_names(tmp_path: Path) -> None:
     run(tmp_path, SEVERAL)
     result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--format=module", "--output=ampdbg_pins.py")
     assert result.code == 0
@@ -113,11 +113,11 @@ for step in range(20):
     scaler.step(optimizers[1])
     scaler.update()
 """)
-"""Where its logits are shifted by -18, a low scale cures the generator's step, and none the discriminator's."""
+"""With logits shifted by -18, a low scale fixes the generator's step, but no scale the discriminator's."""
 
 
 @pytest.mark.slow
-def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed(tmp_path: Path) -> None:
+def test_the_optimizer_that_no_scale_fixes_is_blamed_if_two_share_a_scaler(tmp_path: Path) -> None:
     result, record = run(tmp_path, SHARED, "-18", "65536")
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 36)
     root, collapse = record.findings
@@ -130,9 +130,7 @@ def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scale", "skipped"), [("16777216", 6 + 8), ("65536", 0)])
-def test_two_optimizers_that_settle_with_one_scaler_or_need_not_are_healthy(
-    tmp_path: Path, scale: str, skipped: int
-) -> None:
+def test_two_optimizers_whose_shared_scale_settles_are_healthy(tmp_path: Path, scale: str, skipped: int) -> None:
     result, record = run(tmp_path, SHARED, "0", scale)
     assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", skipped)
     assert [found.code for found in record.findings] == ["scale-calibration"] * bool(skipped)
@@ -153,12 +151,12 @@ ASKED_FOR = scripts.GAN.replace(
     [
         ("1.0", "True", 11, 2, 0),
         ("(1e9 if step == 5 else 1.0)", "True", 11, 2, 1),
-        ("(1e9 if step == 5 else 1.0)", "True", 10, 1, 0),  # the discriminator's, which is sound
-        ("1.0", "step != 5", 10, 1, 0),  # the generator's turn does not come
-        ("(1e9 if step == 5 else 1.0)", "step % 3 == 2", 7, 2, 1),  # it has not come in the iteration before
+        ("(1e9 if step == 5 else 1.0)", "True", 10, 1, 0),  # the discriminator's step, which is healthy
+        ("1.0", "step != 5", 10, 1, 0),  # the generator skips its turn
+        ("(1e9 if step == 5 else 1.0)", "step % 3 == 2", 7, 2, 1),  # the generator skipped its turn before
     ],
 )
-def test_of_two_optimizers_with_one_update_the_step_that_was_asked_for_is_captured(
+def test_the_requested_step_is_captured_if_two_optimizers_share_one_update(
     tmp_path: Path, gain: str, steps: str, asked: int, turn: int, code: int
 ) -> None:
     text = ASKED_FOR.replace("GAIN", gain).replace(
@@ -208,9 +206,7 @@ for step in range(8):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bad", "asked"), [("G", 6), ("D", 7), ("", 7)])
-def test_where_the_generator_steps_first_its_picture_is_data_of_the_discriminator(
-    tmp_path: Path, bad: str, asked: int
-) -> None:
+def test_the_requested_step_is_replayed_if_the_generator_steps_first(tmp_path: Path, bad: str, asked: int) -> None:
     trained, watched = run(tmp_path, GENERATOR_FIRST, bad, options=("--emulate", f"--capture-step={asked}"))
     path = capture_of(tmp_path)
     assert path.stem.endswith(f"step-{asked}")
@@ -226,7 +222,7 @@ def test_where_the_generator_steps_first_its_picture_is_data_of_the_discriminato
     assert (result.code, where(record)[3]) == (1, "return (of - of.detach()).float().pow(2).sum().sqrt()")
 
 
-def test_a_step_that_a_script_does_not_reach_is_told_of(tmp_path: Path) -> None:
+def test_a_requested_step_that_the_script_does_not_reach_is_noted(tmp_path: Path) -> None:
     _, record = run(tmp_path, GENERATOR_FIRST, "", options=("--emulate", "--capture-step=16"))
     assert record.unseen.notes == ("step 16 was not captured: the script made only 16 steps, counted from 0",)
     assert captured(record) == []
@@ -234,10 +230,10 @@ def test_a_step_that_a_script_does_not_reach_is_told_of(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "turn"), [(6, 1), (7, 2)])
-def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_captured(
+def test_the_requested_step_is_captured_if_each_optimizer_has_its_own_update(
     tmp_path: Path, asked: int, turn: int
 ) -> None:
-    """The generator's, too, whose picture was made in the step before, for the discriminator."""
+    """Also the generator's step, whose picture was made in the discriminator's step before."""
     text = ASKED_FOR.replace("GAIN", "1.0").replace("    scaler.step(optimizers[1])\n", f"    {UPDATED}\n")
     trained, record = run(tmp_path, text, options=("--emulate", f"--capture-step={asked}"))
     assert (record.steps_run, steps_captured(record)) == (8, [asked])
@@ -304,7 +300,7 @@ for step in range(many):
     scaler.step(optim_g)
     scaler.update()
 """)
-"""The critic has stepped by the time that the generator's loss is made of what that gave before."""
+"""The critic steps before the generator's loss is made from the generator's earlier output."""
 
 LENGTH = "length = length + ((h * 600.0) @ (h * 600.0).t()).mean(-1, keepdim=True)"
 FAILS = {
@@ -316,9 +312,7 @@ FAILS = {
 
 @pytest.mark.parametrize("how", slow_but_for(["overflow"], FAILS))
 @pytest.mark.parametrize("bad", slow_but_for(["8"], ["8", "8,9,10"]))
-def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
-    tmp_path: Path, how: str, bad: str
-) -> None:
+def test_a_generator_that_fails_after_the_critics_step_is_named(tmp_path: Path, how: str, bad: str) -> None:
     _, record = run(tmp_path, AFTER_THE_CRITIC, how, bad, "11")
     verdict, code, line = FAILS[how]
     assert (record.verdict, record.steps_skipped) == (verdict, len(bad.split(",")))
@@ -327,14 +321,14 @@ def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
 
 
 @pytest.mark.slow
-def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_run_again(tmp_path: Path) -> None:
+def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_replayed(tmp_path: Path) -> None:
     run(tmp_path, AFTER_THE_CRITIC, "overflow", "8", "9")
     result, record = on(tmp_path, "replay", capture_of(tmp_path))
     assert (result.code, where(record)) == (1, ("forward-overflow", 17, "net_g", LENGTH))
 
 
 @pytest.mark.slow
-def test_a_generator_without_a_fault_is_healthy_after_the_critic_has_stepped(tmp_path: Path) -> None:
+def test_a_generator_without_a_fault_is_healthy_after_the_critics_step(tmp_path: Path) -> None:
     _, record = run(tmp_path, AFTER_THE_CRITIC, "overflow", "", "11")
     assert (record.verdict, record.findings, record.unseen.notes) == ("healthy", (), ())
 
@@ -357,7 +351,7 @@ for step in range(6):
 
 
 @pytest.mark.slow
-def test_a_line_outside_of_several_models_is_patched(tmp_path: Path) -> None:
+def test_an_overflowing_line_outside_of_two_models_is_patched(tmp_path: Path) -> None:
     _, record = run(tmp_path, BESIDE_BOTH, options=("--emulate",))
     found = record.findings[0]
     line = next(n for n, text in enumerate(BESIDE_BOTH.splitlines(), start=1) if text.endswith("# HERE"))

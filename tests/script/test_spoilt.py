@@ -1,4 +1,4 @@
-"""What a pass in half has left inf or NaN is no fault of the step that reads it, whatever FP32 makes of that."""
+"""Values that an earlier half pass made inf or NaN are not a fault of the step that reads them, whatever FP32 gives."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ for step in range(12):
         p = net(x) * (1e6 if step == 6 and len(sys.argv) > 1 else 1.0)
     AFTER
 """)
-"""What a pass in half has spoilt between two steps is read by the next one."""
+"""A half pass between two steps makes a value non-finite, and the next step reads the value."""
 
 KINDS = {
     "a number": ("alpha = 1.0", "alpha * (net(x) ** 2).mean()", "alpha = 1.0 + 1e-9 * p.float().mean().item()"),
@@ -48,17 +48,17 @@ KINDS = {
         "net.alpha = 1.0 + 1e-9 * p.float().mean().item()",
     ),
 }
-"""How each is made, read and written."""
+"""How each value is made, read and written."""
 
 
 def spoilt(kind: str) -> str:
-    """The script in which a value of this kind is spoilt."""
+    """Returns the script in which a value of this kind becomes non-finite."""
     makes, loss, after = KINDS[kind]
     return SPOILT.replace("KEEPS\n", "").replace("CREATING_EVENTS", makes).replace("LOSS", loss).replace("AFTER", after)
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["a number", "a target network"], KINDS))
-def test_what_an_earlier_pass_in_half_has_spoilt_is_no_fault_of_the_mathematics(tmp_path: Path, kind: str) -> None:
+def test_a_value_that_an_earlier_half_pass_made_non_finite_is_not_a_true_nan(tmp_path: Path, kind: str) -> None:
     _, record = run(tmp_path, spoilt(kind), "bad")
     assert (record.findings[0].code, record.findings[0].step) == ("weights-nonfinite", 7)
     assert "inf or NaN came into it from outside, perhaps from an earlier pass in FP16" in record.findings[0].message
@@ -68,7 +68,7 @@ def test_what_an_earlier_pass_in_half_has_spoilt_is_no_fault_of_the_mathematics(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_no_pass_spoils_is_healthy(tmp_path: Path, kind: str) -> None:
+def test_a_value_that_a_finite_half_pass_updates_is_healthy(tmp_path: Path, kind: str) -> None:
     _, record = run(tmp_path, spoilt(kind))
     assert (record.verdict, record.findings) == ("healthy", ())
 
@@ -99,9 +99,7 @@ for step in range(12):
 
 
 @pytest.mark.parametrize("value", slow_but_for(["1e6", "inf", "1.1"], ["1e6", "inf", "nan", "1.1"]))
-def test_a_buffer_that_the_script_overwrites_between_two_steps_is_named_where_the_next_one_fails_for_it(
-    tmp_path: Path, value: str
-) -> None:
+def test_a_buffer_that_the_script_overwrites_is_named_if_the_next_step_fails(tmp_path: Path, value: str) -> None:
     result, record = run(tmp_path, WRITTEN, value)
     if value == "1.1":
         assert (result.code, record.findings) == (0, ())

@@ -1,4 +1,4 @@
-"""The lines between a model and its loss, in the script itself: found, replayed, searched and patched like modules."""
+"""The script's own lines before its model or before its loss: found, replayed, searched and patched like modules."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ WAYS = [("6", ""), ("6,7,8,9,10,11", ""), ("6", "without a function")]
 
 
 @pytest.mark.parametrize("way", slow_but_for([("6", "without a function")], WAYS), ids="-".join)
-def test_an_overflow_of_the_scripts_own_line_is_named_and_replayed(tmp_path: Path, way: tuple[str, str]) -> None:
+def test_an_overflow_in_a_line_of_the_script_is_named_and_replayed(tmp_path: Path, way: tuple[str, str]) -> None:
     bad, how = way
     record, page, _ = ran(tmp_path, TAIL, bad, how)
     assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 6, "", OF_SCRIPT))
@@ -81,13 +81,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", slow_but_for(["overflow"], FAULTS))
-def test_a_gradient_that_the_script_gives_the_backward_pass_is_no_data(tmp_path: Path, fault: str) -> None:
+def test_a_gradient_that_the_script_passes_to_backward_is_not_bad_data(tmp_path: Path, fault: str) -> None:
     record, _, _ = ran(tmp_path, BALANCED, fault)
     assert where(record) == FAULTS[fault]
 
 
 @pytest.mark.slow
-def test_a_set_holds_a_modules_line_and_the_scripts_own_and_the_patch_is_proven(tmp_path: Path) -> None:
+def test_pins_cover_a_line_of_a_module_and_of_the_script_and_the_patch_is_proven(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, TAIL, "6", "both")
     assert where(record)[3] == OF_MODEL
     suggested = start(tmp_path, "suggest-fp32", *captured(record), "--record", "patched.json")
@@ -111,10 +111,10 @@ for step in range(14):
         loss = (model(uv) - 0.5).square().mean()
     STEP
 """)
-"""A camera's matrix, which autocast lowers before any module is called."""
+"""Autocast lowers a camera's matrix to half before any module is called."""
 
 
-def test_an_overflow_before_the_model_is_called_is_no_bad_data(tmp_path: Path) -> None:
+def test_an_overflow_before_the_model_call_is_not_bad_data(tmp_path: Path) -> None:
     record, page, _ = ran(tmp_path, CAMERA, "50")
     assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 0, "", "seen = points @ k.T"))
     assert "data-nonfinite" not in page
@@ -124,7 +124,7 @@ def test_an_overflow_before_the_model_is_called_is_no_bad_data(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_line_before_the_model_is_patched_and_the_patch_proven(tmp_path: Path) -> None:
+def test_an_overflowing_line_before_the_model_call_is_patched_and_proven(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, CAMERA, "50")
     suggested = start(tmp_path, "suggest-fp32", *captured(record), "--record", "patched.json")
     assert suggested.code == 0, suggested.stderr
@@ -154,10 +154,10 @@ for step in range(10):
         loss = output.abs().mean()
     STEP
 """)
-"""State that the model detaches and is given again in the next step, as Transformer-XL's; the first step is skipped."""
+"""The model returns detached state for the next step, as in Transformer-XL; the first step is skipped."""
 
 
-def test_a_step_on_the_state_of_the_steps_before_is_replayed_alone(tmp_path: Path) -> None:
+def test_an_overflow_in_a_step_with_recurrent_state_is_named_at_its_own_step(tmp_path: Path) -> None:
     record, _, _ = ran(tmp_path, MEMORY)
     line = "return self.outer(h) * self.gain, h.detach()"
     assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 4, "", line))

@@ -1,4 +1,4 @@
-"""A weight beside every model, such as a temperature: what is made of it between two steps is data to the next one."""
+"""A weight outside every model, such as a temperature: a value made from it between two steps is data to the next."""
 
 from pathlib import Path
 
@@ -33,9 +33,7 @@ for step in range(16):
 
 
 @pytest.mark.parametrize("of", ["beside", "within"])
-def test_a_step_that_takes_a_temperature_is_compared_and_one_that_takes_more_of_its_model_is_not(
-    tmp_path: Path, of: str
-) -> None:
+def test_a_step_is_compared_if_a_temperature_but_not_a_model_weight_scales_its_loss(tmp_path: Path, of: str) -> None:
     record, page, _ = ran(tmp_path, TEMPERATURE, of)
     assert record.verdict == "healthy"
     of_first = page.partition("optimizer 0")[2].partition("optimizer 1")[0]

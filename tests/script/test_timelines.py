@@ -1,4 +1,4 @@
-"""Scripts with several optimizers: each has a timeline of its own."""
+"""Scripts with several optimizers: each has its own timeline."""
 
 from pathlib import Path
 
@@ -33,17 +33,17 @@ for step in range(14):
     scaler.update()
 torch.save([net.state_dict(), log_alpha], "net.pt")
 """)
-"""SAC's: the temperature has an optimizer of its own, which no scaler steps."""
+"""As in SAC, the temperature has its own optimizer, which no scaler steps."""
 
 OVERFLOW = "p = net(x) * (1e6 if step == bad else 1.0)"
 
 
 def skips(record: Record) -> dict[int, list[int]]:
-    """By optimizer, in which of its iterations a scaler has withheld its step."""
+    """Returns the iterations whose step a scaler skipped, by optimizer."""
     return {one.steps[0].optimizer: [step.iteration for step in one.steps if step.skipped] for one in record.timelines}
 
 
-def test_a_step_that_no_scaler_takes_between_its_step_and_its_update_is_named_and_replayed(tmp_path: Path) -> None:
+def test_an_unscaled_step_between_scaler_step_and_update_is_named_and_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, TEMPERATURE, "6")
     assert (result.code, record.verdict, record.steps_run) == (1, "precision", 14)
     assert where(record) == ("forward-overflow", 13, "", OVERFLOW)

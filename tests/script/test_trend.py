@@ -1,4 +1,4 @@
-"""``ampdbg run --trend N``: what nears FP16's limit is reported ahead of time, at no cost to the script's numbers."""
+"""``ampdbg run --trend N``: values near FP16's limit are reported early, and the script's numbers are unchanged."""
 
 from pathlib import Path
 
@@ -74,14 +74,14 @@ print([parameter.detach().double().sum().item() for parameter in net.parameters(
 
 
 def inside(folder: Path, line: str, *arguments: str) -> tuple[Result, Record]:
-    """What a run shows of an op within a forward pass, whose numbers are those of a run without a watch."""
+    """Runs a script with an op in its forward pass, and asserts the same numbers as without a watch."""
     script = INSIDE.replace("OP", line)
     result, record = run(folder, script, *arguments, options=("--emulate", "--trend=5", "--html=page.html"))
     assert result.stdout == start(folder, "run", "--emulate", "--no-watch", "train.py", *arguments).stdout
     return result, record
 
 
-def test_an_op_within_a_forward_pass_is_reported_before_it_overflows(tmp_path: Path) -> None:
+def test_an_op_in_a_forward_pass_is_reported_before_its_output_overflows(tmp_path: Path) -> None:
     result, record = inside(tmp_path, "h = h * self.gain")
     (found,) = record.findings
     assert (found.code, found.severity, found.step, result.code) == ("limit-ahead", "warning", 35, 1)
@@ -105,19 +105,19 @@ SILENT = {
 
 
 @pytest.mark.parametrize("how", slow_but_for(["a mask in some steps"], list(SILENT)))
-def test_what_is_far_below_or_a_constant_or_in_fp32_is_not_reported(how: str, tmp_path: Path) -> None:
+def test_small_values_mask_constants_and_fp32_values_are_not_reported(how: str, tmp_path: Path) -> None:
     result, record = inside(tmp_path, SILENT[how])
     assert (record.verdict, record.findings, result.code) == ("healthy", (), 0)
     assert record.unseen.notes[-1].startswith("trend: 7 steps sampled, ")
 
 
 @pytest.mark.slow
-def test_of_a_compiled_model_the_outputs_of_modules_are_sampled_alone(tmp_path: Path) -> None:
+def test_only_module_outputs_are_sampled_in_a_compiled_model(tmp_path: Path) -> None:
     _, record = inside(tmp_path, "h = h * self.gain", "compile")
     assert record.unseen.notes[-1].startswith("trend: 7 steps sampled, 0 ops and ")
 
 
-def test_an_activation_that_grows_is_reported_before_it_overflows(tmp_path: Path) -> None:
+def test_a_growing_activation_is_reported_before_the_activation_overflows(tmp_path: Path) -> None:
     result, record = growing(tmp_path, "1.05 ** step", "--trend=5")
     assert result.stdout == start(tmp_path, "run", "--emulate", "--no-watch", "train.py").stdout
     (found,) = record.findings
@@ -133,19 +133,19 @@ def test_an_activation_that_grows_is_reported_before_it_overflows(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", ["1.0", "2 ** (step % 40 / 10)"], ids=["flat", "swings"])
-def test_its_healthy_twins_are_silent(tmp_path: Path, factor: str) -> None:
+def test_flat_or_swinging_activations_are_not_reported(tmp_path: Path, factor: str) -> None:
     result, record = growing(tmp_path, factor, "--trend=5")
     assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
     assert record.trends
 
 
 @pytest.mark.slow
-def test_nothing_is_sampled_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_no_trend_is_sampled_without_the_trend_option(tmp_path: Path) -> None:
     _, record = growing(tmp_path, "1.05 ** step")
     assert (record.trends, record.findings) == ((), ())
 
 
-def test_a_long_run_has_few_samples_and_no_hook_is_left() -> None:
+def test_a_long_run_keeps_few_samples_and_leaves_no_hook() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -1,4 +1,4 @@
-"""Optimizers that take turns: FP32 goes on with those alone that step in the step that failed."""
+"""Optimizers that take turns: the FP32 continuation steps only the optimizers of the failing step."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ for turn in range(20):
         scalers[place].step(optimizers[place])
         scalers[place].update()
 """)
-"""The generator's loss, 42,000 from its fourth turn on, leaves gradients in the discriminator, of which its next turn
-clears them."""
+"""From its fourth turn on, the generator's loss of 42,000 leaves gradients in the discriminator, whose next turn clears
+them."""
 
 
-def test_a_generators_step_does_not_diverge_for_what_it_leaves_in_the_discriminator(tmp_path: Path) -> None:
+def test_gradients_that_a_generator_leaves_in_the_discriminator_are_not_divergence(tmp_path: Path) -> None:
     record, page, code = ran(tmp_path, TURNS)
     assert (code, record.verdict) == (0, "healthy")
     assert "diverges" not in page

@@ -1,4 +1,4 @@
-"""Tensors that the script goes on to write, or keeps in its model: the step is run again, and captured, whole."""
+"""Tensors that the script later overwrites or keeps in its model: the step is replayed and captured whole."""
 
 from pathlib import Path
 
@@ -34,12 +34,12 @@ def main():
 
 main()
 """)
-"""A product overflows with a gain of 1e3, which the loss does not show; ``made`` is kept up to the next one."""
+"""A product overflows with a gain of 1e3, which the loss does not show; ``made`` is kept until the next step."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 500])
-def test_a_step_that_fills_in_what_a_move_hands_on_is_run_again_when_it_first_fails(tmp_path: Path, calls: int) -> None:
+def test_a_step_that_fills_in_a_moved_tensor_is_replayed_at_its_first_failure(tmp_path: Path, calls: int) -> None:
     result, record = run(tmp_path, FILLS_IN, "1e3", str(calls))
     line = 'points = torch.matmul(moved, torch.full((8, 4, 1), gain, device="cuda"))'
     assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", line)
@@ -50,7 +50,7 @@ def test_a_step_that_fills_in_what_a_move_hands_on_is_run_again_when_it_first_fa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 500])
-def test_where_nothing_overflows_in_it_it_is_healthy_and_has_no_note(tmp_path: Path, calls: int) -> None:
+def test_a_step_that_fills_in_a_moved_tensor_without_an_overflow_is_healthy(tmp_path: Path, calls: int) -> None:
     result, record = run(tmp_path, FILLS_IN, "1", str(calls))
     assert (result.code, record.verdict, record.findings, record.steps_skipped) == (0, "healthy", (), 0)
     assert not any("could not" in note for note in record.unseen.notes)
@@ -89,11 +89,11 @@ def main():
 
 main()
 """)
-"""The model keeps its outputs, and the script puts its targets among them; ``similar`` overflows with a gain of 1e3."""
+"""The model keeps its outputs, and the script adds its targets to them; ``similar`` overflows with a gain of 1e3."""
 
 
 @pytest.mark.slow
-def test_a_capture_of_a_step_whose_data_the_model_comes_to_keep_has_a_patch(tmp_path: Path) -> None:
+def test_a_captured_step_whose_data_the_model_keeps_has_a_proven_patch(tmp_path: Path) -> None:
     result, record = run(tmp_path, KEEPS, "1e3")
     assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", "similar = z @ z.T")
     saves_the_same_alone(tmp_path, "1e3")
@@ -102,7 +102,7 @@ def test_a_capture_of_a_step_whose_data_the_model_comes_to_keep_has_a_patch(tmp_
 
 
 @pytest.mark.slow
-def test_a_capture_of_it_has_the_data_of_its_own_step_in_another_process(tmp_path: Path) -> None:
+def test_a_replay_uses_the_data_of_the_captured_step_if_the_model_keeps_data(tmp_path: Path) -> None:
     result, record = run(tmp_path, KEEPS, "1", options=("--emulate", "--capture-step=4"))
     assert (result.code, record.verdict, steps_captured(record)) == (0, "healthy", [4])
     saves_the_same_alone(tmp_path, "1")
@@ -114,7 +114,7 @@ def test_a_capture_of_it_has_the_data_of_its_own_step_in_another_process(tmp_pat
 
 
 @pytest.mark.slow
-def test_where_data_has_taken_the_place_of_a_weight_the_refusal_says_so(tmp_path: Path) -> None:
+def test_replay_refuses_a_script_that_passes_data_in_place_of_a_weight(tmp_path: Path) -> None:
     record = run(tmp_path, KEEPS, "1e3")[1]
     script = tmp_path / "train.py"
     script.write_text(script.read_text("utf-8").replace("net.head.weight.to", "torch.ones(4, 16).to"), encoding="utf-8")
