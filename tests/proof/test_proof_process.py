@@ -11,7 +11,7 @@ import pytest
 
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import processes
-from ampdbg.proof.jobs import Seen, Trained
+from ampdbg.proof.jobs import JobResult, Trained
 from ampdbg.proof.processes import Task
 from tests.commands.program import environment
 from tests.observing import observing
@@ -37,7 +37,7 @@ def test_stages_are_passed_on_to_the_observer(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_result_with_nan_and_inf_arrives_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Seen(trained=Trained(losses=(float("nan"), float("inf"), 0.5)))
+    seen = JobResult(trained=Trained(losses=(float("nan"), float("inf"), 0.5)))
     assert repr(run(tasks.says_two_things, tmp_path, monkeypatch, seen)) == repr(seen)
 
 
@@ -58,7 +58,7 @@ def test_a_result_with_nan_and_inf_arrives_unchanged(tmp_path: Path, monkeypatch
 def test_a_process_without_a_result_reports_how_it_ended(
     task: Task, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(task, tmp_path, monkeypatch) == Seen(failure=failure)
+    assert run(task, tmp_path, monkeypatch) == JobResult(failure=failure)
     assert capfd.readouterr() == ("", "")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.config.schema import Precision
 from ampdbg.proof.experiments import disproves
-from ampdbg.proof.jobs import Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.jobs import JobResult, Patched, StepUse, Trained, Tried
 from ampdbg.proof.proof import (
     further_batches,
     in_eval_mode,
@@ -34,31 +34,33 @@ SICK = tried(healthy=False, why="loss NaN", loss=math.nan)
 
 
 def test_a_healthy_step_shows_both_losses_and_warns_of_parameters_without_gradient() -> None:
-    seen = Seen(tried=(tried(unreached=("head.weight", "head.bias")),))
+    seen = JobResult(tried=(tried(unreached=("head.weight", "head.bias")),))
     imported, step, gradients = with_the_patch(seen, Patched())
     assert imported.passed
     assert (step.name, step.passed, step.warns) == ("the failing step (403)", True, False)
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
     assert (gradients.name, gradients.passed, gradients.warns) == ("the gradients of step 403", True, True)
     assert gradients.detail == "head.weight and head.bias have no gradient at any loss scale, and have one in FP32"
-    assert list(with_the_patch(Seen(tried=(tried(),)), Patched())) == [imported, step]
+    assert list(with_the_patch(JobResult(tried=(tried(),)), Patched())) == [imported, step]
 
 
 def test_details_name_the_module_outputs_if_the_step_ended_before_its_loss() -> None:
-    seen = Seen(tried=(tried(reach="modules"),))
+    seen = JobResult(tried=(tried(reach="modules"),))
     *_, step = with_the_patch(seen, Patched())
     assert step.detail == "healthy; the sum of its module outputs: 1.1720, 1.1722 in FP32"
     same = same_in_fp32(seen, seen, [1.1722])
     assert same.detail == "unchanged: in FP32 the sum of its module outputs is 1.1722 with and without the patch"
-    other = same_in_fp32(seen, Seen(tried=(tried(fp32_loss=2.0),)), [2.0])
+    other = same_in_fp32(seen, JobResult(tried=(tried(fp32_loss=2.0),)), [2.0])
     assert other.detail == ("changed: in FP32 the sum of its module outputs of step 403 is 1.1722, 2.0000 without it")
 
 
 IMPORT = "importing net.py raised SyntaxError: invalid syntax"
 
 
-@pytest.mark.parametrize(("seen", "why"), [(Seen(tried=(tried(), SICK)), "loss NaN"), (Seen(failure=IMPORT), IMPORT)])
-def test_the_last_step_gives_the_reason_if_the_failing_step_fails_or_cannot_run(seen: Seen, why: str) -> None:
+@pytest.mark.parametrize(
+    ("seen", "why"), [(JobResult(tried=(tried(), SICK)), "loss NaN"), (JobResult(failure=IMPORT), IMPORT)]
+)
+def test_the_last_step_gives_the_reason_if_the_failing_step_fails_or_cannot_run(seen: JobResult, why: str) -> None:
     *others, step = with_the_patch(seen, Patched())
     assert (step.passed, step.detail) == (False, why)
     assert bool(others) is not bool(seen.failure)
@@ -67,18 +69,18 @@ def test_the_last_step_gives_the_reason_if_the_failing_step_fails_or_cannot_run(
 @pytest.mark.parametrize(
     ("seen", "passed", "detail"),
     [
-        (Seen(tried=(SICK,)), True, "step 403 fails: loss NaN"),
-        (Seen(tried=(tried(), tried(step=7, healthy=False, why="loss inf"))), True, "step 7 fails: loss inf"),
-        (Seen(tried=(tried(),)), False, "not needed: healthy; loss 1.1720, 1.1722 in FP32"),
+        (JobResult(tried=(SICK,)), True, "step 403 fails: loss NaN"),
+        (JobResult(tried=(tried(), tried(step=7, healthy=False, why="loss inf"))), True, "step 7 fails: loss inf"),
+        (JobResult(tried=(tried(),)), False, "not needed: healthy; loss 1.1720, 1.1722 in FP32"),
         (
-            Seen(failure="importing net.py raised NameError"),
+            JobResult(failure="importing net.py raised NameError"),
             False,
             "could not be run: importing net.py raised NameError",
         ),
     ],
     ids=["fails", "fails in another step", "not needed", "could not be run"],
 )
-def test_a_unit_is_needed_only_if_the_step_fails_without_it(seen: Seen, passed: bool, detail: str) -> None:
+def test_a_unit_is_needed_only_if_the_step_fails_without_it(seen: JobResult, passed: bool, detail: str) -> None:
     step = without_a_unit("line 49", seen)
     assert (step.name, step.passed, step.detail) == ("without line 49", passed, detail)
 
@@ -96,16 +98,16 @@ def test_a_unit_is_needed_only_if_the_step_fails_without_it(seen: Seen, passed: 
     ids=["the same", "rounding", "another loss", "within what it varies by", "other gradients", "NaN"],
 )
 def test_the_function_is_unchanged_if_fp32_results_are(change: dict[str, float], recorded: float, passed: bool) -> None:
-    step = same_in_fp32(Seen(tried=(tried(**change),)), Seen(tried=(SICK,)), [recorded])
+    step = same_in_fp32(JobResult(tried=(tried(**change),)), JobResult(tried=(SICK,)), [recorded])
     assert step.passed is passed
     assert step.detail.startswith("unchanged" if passed else "changed")
 
 
 def test_the_healthy_further_batches_are_counted() -> None:
-    assert further_batches(Seen(further=(tried(),) * 3)).detail == "3 of 3 healthy"
-    bad = further_batches(Seen(further=(tried(), SICK, tried())))
+    assert further_batches(JobResult(further=(tried(),) * 3)).detail == "3 of 3 healthy"
+    bad = further_batches(JobResult(further=(tried(), SICK, tried())))
     assert (bad.passed, bad.detail) == (False, "2 of 3 healthy; loss NaN")
-    none = further_batches(Seen(further_failure="config.yaml:2: data ended after 1 batches"))
+    none = further_batches(JobResult(further_failure="config.yaml:2: data ended after 1 batches"))
     assert (none.passed, none.ran, none.detail) == (True, False, "not run: config.yaml:2: data ended after 1 batches")
 
 
@@ -120,7 +122,7 @@ def test_the_healthy_further_batches_are_counted() -> None:
     ids=["runs", "only the unpatched raises", "both raise", "only the patched raises"],
 )
 def test_eval_mode_fails_only_for_errors_of_the_patch(patched: str, unpatched: str, passed: bool, detail: str) -> None:
-    step = in_eval_mode(Seen(eval_failure=patched), Seen(eval_failure=unpatched))
+    step = in_eval_mode(JobResult(eval_failure=patched), JobResult(eval_failure=unpatched))
     assert (step.name, step.passed, step.detail) == ("in eval mode", passed, detail)
 
 

@@ -16,7 +16,7 @@ from hypothesis import example, given
 
 from ampdbg.errors import RecordError
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.steps import MOST_STEPS, MOST_INFORMATIVE, STEPS_AT_ENDS, StepLog
+from ampdbg.probes.steps import MOST_INFORMATIVE, MOST_STEPS, STEPS_AT_ENDS, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
 from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
 from tests.strategies import steps as any_steps

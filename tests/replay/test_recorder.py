@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.seams import attached
 from ampdbg.replay import recorder as recorders
-from ampdbg.replay.before import LOOKED_AT as CALLS_LOOKED_AT
-from ampdbg.replay.random_state import LOOKED_AT, RandomState
+from ampdbg.replay.before import EXAMINED_CALLS
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState, rewound
 from ampdbg.replay.step import RecordedStep
@@ -427,7 +427,7 @@ class NotedCall:
     def __post_init__(self) -> None:
         self.recorder = Recorder(about_to_step=self._about_to_step)
 
-    def of(self, loop: Loop) -> "Noted":
+    def of(self, loop: Loop) -> "NotedCall":
         """Runs the loop."""
         with self.recorder, attached(self._around):
             loop(self.model, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -949,7 +949,7 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
 @pytest.mark.parametrize("how", ["in place", "data", "new"])
 def test_a_replay_starts_with_the_buffers_before_its_step_however_late_the_step(how: str) -> None:
     model = Counting(how)
-    assert list(trained(model, CALLS_LOOKED_AT + 8, lambda number: model(x(number)))) == [*range(CALLS_LOOKED_AT + 8)]
+    assert list(trained(model, EXAMINED_CALLS + 8, lambda number: model(x(number)))) == [*range(EXAMINED_CALLS + 8)]
 
 
 class LateCritic(nn.Module):
@@ -1017,15 +1017,15 @@ def test_parameters_written_in_forward_are_refused_by_name_until_copied(how: str
         assert all(map(torch.equal, model.parameters(), after))
 
     with Recorder(PAUSE, about_to_step=look) as recorder:
-        for number in range(CALLS_LOOKED_AT + 6):
+        for number in range(EXAMINED_CALLS + 6):
             losses.append(model(x(number)))
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
 
     assert set(refused) == {"it wrote its parameter average.weight, which ampdbg copies from now on"}
-    assert alike == [True] * (CALLS_LOOKED_AT + 6 - len(refused))
-    assert len(refused) <= CALLS_LOOKED_AT
+    assert alike == [True] * (EXAMINED_CALLS + 6 - len(refused))
+    assert len(refused) <= EXAMINED_CALLS
 
 
 @pytest.mark.parametrize("between", ["is given up", "leads elsewhere", "is of an evaluation"])
@@ -1049,14 +1049,14 @@ def test_a_replay_repeats_the_draws_of_every_generator_on_the_model_before_the_s
     assert list(trained(model, 6, lambda number: model(x(number)).mean() + random.random())) == [*range(6)]
 
 
-@pytest.mark.parametrize("draws_from", [0, 3 * LOOKED_AT, 5 * LOOKED_AT], ids=["ever", "late", "never"])
+@pytest.mark.parametrize("draws_from", [0, 3 * SAMPLING_PERIOD, 5 * SAMPLING_PERIOD], ids=["ever", "late", "never"])
 def test_a_replay_repeats_the_draws_of_a_model_that_starts_drawing_late(draws_from: int) -> None:
     model = Drawing(nn.Linear(6, 3))
-    plain, steps = model.body, 5 * LOOKED_AT
+    plain, steps = model.body, 5 * SAMPLING_PERIOD
     random.seed(0)
     alike = list(trained(model, steps, lambda number: (model if number >= draws_from else plain)(x(number)).mean()))
     assert alike[-1] == steps - 1
-    assert len(alike) >= steps - LOOKED_AT  # the recorder checks only at intervals whether a model draws
+    assert len(alike) >= steps - SAMPLING_PERIOD  # the recorder checks only at intervals whether a model draws
 
 
 def test_the_dispatch_mode_of_a_user_does_not_see_the_copies_of_the_recorder() -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ampdbg.record.run import Record
 from ampdbg.report.formats.text import write
-from ampdbg.report.view import Look, CommandContext
+from ampdbg.report.view import CommandContext, Look
 
 
 def rendered(

@@ -272,12 +272,12 @@ CREATING_EVENTS = (
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
 def test_new_files_and_folders_are_usable_and_removed_at_the_end(tmp_path: Path, ending: str) -> None:
-    guarded(tmp_path, f"import sys\n{MAKES}{ending}")
+    guarded(tmp_path, f"import sys\n{CREATING_EVENTS}{ending}")
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_new_folder_that_holds_a_file_of_another_process_is_kept(tmp_path: Path) -> None:
-    code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
+    code = f"{CREATING_EVENTS}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
     guarded(tmp_path, code)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
 

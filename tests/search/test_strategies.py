@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.strategies import (
-    GROUPS,
+    MOST_GROUPS,
     Atoms,
     AtomTree,
     OutOfTrials,
@@ -479,13 +479,13 @@ def test_a_thousand_pins_are_dropped_in_groups_of_which_the_needed_pins_are_one(
     step, trials = planted(*names, names=names)
     result = guided_search(trials, names)
     assert (result.pins, result.healthy, result.minimal, result.dropped) == (names, True, False, {})
-    assert len(step.ran) == 1 + GROUPS
+    assert len(step.ran) == 1 + MOST_GROUPS
 
     needed = names[::3]
     step, trials = planted(*needed, names=names)
     result = guided_search(trials, names, fails_alone=lambda part: part <= set(needed))
     assert (result.pins, result.healthy, result.minimal) == (needed, True, False)
-    assert len(step.ran) <= 2 + math.log2(GROUPS) * 2 + 1
+    assert len(step.ran) <= 2 + math.log2(MOST_GROUPS) * 2 + 1
 
     _, trials = planted("layers.7", names=names)  # the known needs are wrong
     result = guided_search(trials, names, fails_alone=lambda part: part != {"layers.7"})
