@@ -27,7 +27,7 @@ from ampdbg.precision.widening import lifted
 from ampdbg.probes.seams import attached
 from ampdbg.replay import recorder as recorders
 from ampdbg.replay.before import EXAMINED_CALLS
-from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.random_state import SAMPLING_PERIOD, RandomState
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState, rewound
 from ampdbg.replay.step import RecordedStep
