@@ -111,7 +111,7 @@ class Evidence(Evident):
         return self.run.script is not None and self.run.command not in ("run", "watch")
 
     @property
-    def is_answered(self) -> bool:
+    def has_fp32_answer(self) -> bool:
         """True if the failure was reproduced, and the step ran in FP32 without an error."""
         return self.made.reproduced > 0 and not self.made.reference.error
 
@@ -123,7 +123,7 @@ class Evidence(Evident):
     @property
     def is_of_precision(self) -> bool:
         """True if the step is finite in FP32 and does not diverge."""
-        return self.is_answered and self.is_fp32_finite and not self.is_divergence
+        return self.has_fp32_answer and self.is_fp32_finite and not self.is_divergence
 
     @property
     def is_fp64_decisive(self) -> bool:
@@ -234,7 +234,7 @@ class Evidence(Evident):
         dropout or a product of such a value overflows, although it is not the cast of the batch."""
         largest = self.made.batch_largest
         beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
-        is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.is_thrown
+        is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.has_grown_or_risen
         return max(beyond, key=largest.__getitem__, default=None) if is_apart else None
 
     @property
@@ -247,7 +247,7 @@ class Evidence(Evident):
         """True if the script wrote a value beyond FP16 into a buffer right before the step. FP32's loss must then be
         many times all before, or not finite."""
         is_known = bool(self.made.rewritten and self.losses)
-        return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.is_thrown
+        return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.has_grown_or_risen
 
     @property
     def rewritten(self) -> list[str]:
@@ -314,7 +314,7 @@ class Evidence(Evident):
         """True if FP32 losses climb from this step on. If FP32 is not finite here, True if the earlier losses had
         risen."""
         climbs = climbs_on(self.losses, self.made.continuation)
-        return self.is_answered and (climbs or (not self.is_fp32_finite and rose(self.losses, are_of_batches=True)))
+        return self.has_fp32_answer and (climbs or (not self.is_fp32_finite and rose(self.losses, are_of_batches=True)))
 
     @cached_property
     def divergence(self) -> Evidence | None:
@@ -329,7 +329,7 @@ class Evidence(Evident):
         return rose(self.losses, are_of_batches=True) or leapt(self.losses)
 
     @property
-    def is_thrown(self) -> bool:
+    def has_grown_or_risen(self) -> bool:
         """True if the losses before had risen, or single updates have changed the weights too far."""
         return self.has_risen or self.made.weights_grew > GREW
 
@@ -399,7 +399,7 @@ class Evidence(Evident):
     @property
     def at(self) -> Producer | None:
         """The op where the failure starts: the suspect in half, or FP32's op if FP32 fails too."""
-        if not self.is_answered or self.is_divergence:
+        if not self.has_fp32_answer or self.is_divergence:
             return None
         return self.suspect.producer if self.suspect and self.is_fp32_finite else self.begins_in_fp32
 
@@ -638,7 +638,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
     Decision(
         UNKNOWN,
         "the same step raises an error in FP32",
-        lambda it: not it.is_answered,
+        lambda it: not it.has_fp32_answer,
         "the same step in FP32 raised an error: {made.fp32.error}",
     ),
     Decision(

@@ -15,7 +15,7 @@ from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
 from ampdbg.diagnosis.losses import leapt, losses_of, risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import LIMITS, SKIPS, UNTOLD, scalings, skips
+from ampdbg.diagnosis.scale import LIMITS, MANY_UNEXPLAINED, SKIPS, scalings, skips
 from ampdbg.diagnosis.tensors import BATCHES, BUFFERS, DATA, STORED, WEIGHTS, bad_batch, bad_buffers, bad_weights
 from ampdbg.diagnosis.trend import ahead
 from ampdbg.diagnosis.updates import SMALL, SMALL_UPDATES, SPOILING, SUMS, half_updates
@@ -173,7 +173,7 @@ def _is_of_precision(finding: Finding) -> bool:
 def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
     fault = next((finding for finding in found if finding.severity != "info"), None)
     if fault is None:
-        is_open = record.error or any(UNTOLD in finding.evidence for finding in found)
+        is_open = record.error or any(MANY_UNEXPLAINED in finding.evidence for finding in found)
         is_open = is_open or any(one.took_no_step or leapt(losses_of(one.steps)) for one in record.timelines)
         return "inconclusive" if is_open or (record.script and not record.steps) else "healthy"
     verdict, in_fp32 = CODES[fault.code].verdict, fault.evidence.get("finite_in_fp32")

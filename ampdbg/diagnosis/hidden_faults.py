@@ -278,7 +278,7 @@ def hidden_faults(record: Record) -> Iterator[HiddenFault]:
     """Yield the replayed steps that looked healthy. Steps are omitted if a learning rate has driven losses or
     weights far off. Half precision is not at fault there."""
     made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
-    return (one for one in made if one is not None and not one.is_thrown)
+    return (one for one in made if one is not None and not one.has_grown_or_risen)
 
 
 def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:

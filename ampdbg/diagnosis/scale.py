@@ -35,7 +35,7 @@ SELDOM = 4
 SETTLING_STEPS = 20
 """Skips within this many steps of the start (or a tenth of the run, if longer) settle the scale."""
 
-UNTOLD = "untold"
+MANY_UNEXPLAINED = "untold"
 """Evidence key for the number of unexplained skips, if there are too many to call the run healthy."""
 
 UNEXPLAINED = "unexplained"
@@ -281,13 +281,13 @@ class Scaling(Evident, ScaleCourse):
         return None if self.will_work else super().settled_at
 
     @cached_property
-    def skips_are(self) -> Skips:
+    def skip_kind(self) -> Skips:
         return next(kind for kind, holds in KINDS.items() if holds(self))
 
     @cached_property
     def fails_by_itself(self) -> bool:
         """True if a scale falls although losses are finite. If no loss is finite, the forward pass is the root."""
-        if self.skips_are != "falling":
+        if self.skip_kind != "falling":
             return False
         course = self.of_finite_losses
         return bool(self.faults) or (any(step.skipped for step in course.steps) and course.keeps_falling)
@@ -295,7 +295,7 @@ class Scaling(Evident, ScaleCourse):
     @property
     def to_blame(self) -> list[Evidence]:
         """The replayed steps that explain the skips. For a falling scale, the first lasting one."""
-        return self.faults if self.skips_are == "faulty" else self.lasting[: int(self.fails_by_itself)]
+        return self.faults if self.skip_kind == "faulty" else self.lasting[: int(self.fails_by_itself)]
 
     def causes(self) -> Iterator[Finding]:
         """Yield the first cause, and each further cause with a new code and a new line."""
@@ -309,7 +309,7 @@ class Scaling(Evident, ScaleCourse):
     def fails_at_one(self) -> Step | None:
         """The step with a finite loss that failed at a scale of 1, where the run continues below 1; else None. It is
         None unless a lower scale has been shown to work, and also if FP32 fails in such steps."""
-        if not self._works_below_one or any(one.is_answered and not one.is_of_precision for one in self.replayed):
+        if not self._works_below_one or any(one.has_fp32_answer and not one.is_of_precision for one in self.replayed):
             return None
         failed = (step for step in self.skipped if 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
         return next(failed, None)
@@ -393,12 +393,12 @@ class Scaling(Evident, ScaleCourse):
     @property
     def first_scale(self) -> float:
         """The scale before the fall. If the scale follows gradients, it is at the first new low."""
-        return (self.lows if self.skips_are == "following" else self.steps)[0].scale
+        return (self.lows if self.skip_kind == "following" else self.steps)[0].scale
 
     @property
     def is_lower(self) -> bool:
         """True if the scale keeps falling, and is below its values at the first step and the first skip."""
-        return self.skips_are == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
+        return self.skip_kind == "falling" and self.last_scale < min(self.first_scale, self.skipped[0].scale)
 
     @property
     def new_lows(self) -> int:
@@ -412,7 +412,7 @@ class Scaling(Evident, ScaleCourse):
     @property
     def cost(self) -> int:
         """The number of skips that new scalers or frequent growth caused."""
-        return len(self.lost_to_scalers if self.skips_are == "restarting" else self.tries)
+        return len(self.lost_to_scalers if self.skip_kind == "restarting" else self.tries)
 
     @property
     def untold(self) -> int | None:
@@ -524,7 +524,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         RESTART,
         "new scalers replace one another, and over one step in eight is skipped while a later one settles",
-        lambda it: it.skips_are == "restarting",
+        lambda it: it.skip_kind == "restarting",
         "{succession} scalers replace one another: {new_scaler}; {cost} of {ran} steps were skipped while later ones "
         "settled",
         {"skipped": "cost", "scalers": "succession"},
@@ -533,7 +533,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         OSCILLATION,
         "over one step in eight is skipped right after the loss scale grew, and the scale does not fall",
-        lambda it: it.skips_are == "raised",
+        lambda it: it.skip_kind == "raised",
         "the loss scale grows after {behind} (growth_interval={growth_interval:d}), and {cost} of {ran} steps were "
         "skipped right after that",
         {"skipped": "cost", "growth_interval": "growth_interval"},
@@ -541,7 +541,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         "gradient-growth",
         "at least 3 single skips after the scale settled, each finite in replays at scales up to 8 times lower",
-        lambda it: it.skips_are == "following",
+        lambda it: it.skip_kind == "following",
         "gradients grow, and the loss scale follows them from {first_scale} to {last_scale} in {new_lows:d} "
         "single skips; at lower scales replays are finite and lose no gradient",
         ENDS,
@@ -565,7 +565,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         CALIBRATION,
         "the script itself withholds steps, at no loss scale that is seen, and takes one of the last five: information",
-        lambda it: it.skips_are == "own" and it.goes_on,
+        lambda it: it.skip_kind == "own" and it.goes_on,
         "the script itself withheld {many:step}, whose gradients were not finite; it took others since",
         {"skipped": "many"},
         "",
@@ -574,7 +574,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         UNKNOWN,
         "the script itself withholds steps, its last five among them, and no replay shows why",
-        lambda it: it.skips_are == "own" and not it.goes_on,
+        lambda it: it.skip_kind == "own" and not it.goes_on,
         "the script itself withheld {many:d} of {ran:d} steps, the last among them: gradients were not finite, "
         "although the loss was",
         {"skipped": "many"},
@@ -582,9 +582,9 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     Decision(
         CALIBRATION,
         "every skip is at the start, right after growth, or finite at a lower scale: information",
-        lambda it: it.skips_are == "settling",
+        lambda it: it.skip_kind == "settling",
         "{who} skipped {many:step} while the loss scale {settles}",
-        {"skipped": "many", "scale": "settled_at", UNEXPLAINED: "unexplained", UNTOLD: "untold"},
+        {"skipped": "many", "scale": "settled_at", UNEXPLAINED: "unexplained", MANY_UNEXPLAINED: "untold"},
         "{advice}",
         "info",
     ),

@@ -72,14 +72,14 @@ class HalfUpdates(Evident):
         return sorted(self.seen.stuck, key=lambda one: -one.times)
 
     @property
-    def of_which(self) -> str:
+    def judged_share(self) -> str:
         """How many half parameters were judged; "" for all."""
         is_of_all = self.seen.judged >= self.seen.half
         return "" if is_of_all else f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
 
     @property
     def of_which_half(self) -> str:
-        return self.of_which or "half weights"
+        return self.judged_share or "half weights"
 
     @cached_property
     def unmoved(self) -> list[StillParameter]:
@@ -164,7 +164,7 @@ class HalfUpdates(Evident):
         return CODES[SMALL_UPDATES].remedy + (larger if self.seen.vanishing_eps else "")
 
     @property
-    def apart_by(self) -> str:
+    def frozen_distance(self) -> str:
         """How far an average can be from its weight, relative to its size, while no step moves it. Half a unit in
         the last place is at least 2**-(precision + 1) of a value."""
         return multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay), 1.0)
@@ -173,7 +173,7 @@ class HalfUpdates(Evident):
     def of_kinds(self) -> str:
         """The lost share of the kinds that lose most of their movement, and of all kinds together."""
         most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
-        judged = f"the {self.of_which} that could be judged" if self.of_which else "all half weights"
+        judged = f"the {self.judged_share} that could be judged" if self.judged_share else "all half weights"
         return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of {judged}"], 9)
 
     @property
@@ -225,7 +225,7 @@ FORECAST = "[. With such gradients a step moves few values below learning rates 
 
 STOPS = (
     "[. The decay went from {changing_decay}][. At a decay of {constant_decay:g} no value moves whose weight is less "
-    "than {apart_by} its size away from it]"
+    "than {frozen_distance} its size away from it]"
 )
 
 STILL_AVERAGES = (

@@ -17,7 +17,7 @@ from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import MOST_SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run, name_of_line
-from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
+from ampdbg.replay.snapshot import FailingStep, later_steps, weights_of
 from ampdbg.search.strategies import AtomTree
 
 FURTHER_BATCHES = 3
@@ -127,7 +127,7 @@ def _is_same(one: PinSite, other: PinSite) -> bool:
 def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
     """Yield the step on the batches after its own, if FP32 is finite on them."""
     made = replace(failing.made, floor=None)  # the floor belongs to the step's own batch
-    for snapshot in further_steps(run, failing, FURTHER_BATCHES):
+    for snapshot in later_steps(run, failing, FURTHER_BATCHES):
         case = PinnedReplays(run, replace(failing, snapshot=snapshot, made=made), scales)
         if is_finite(case.fp32_in_brief.replay):
             yield case

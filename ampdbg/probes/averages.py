@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.ops import CASTS, base_name
-from ampdbg.probes.models import alive_in_process
+from ampdbg.probes.models import live_in_process
 from ampdbg.probes.op_trace import storage_of, traits_of, written_by
 from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import is_captured, is_tracing, replaced
@@ -280,7 +280,7 @@ class Averages:
         if not self._has_candidates:
             now = time.monotonic()
             self._next_search = max(now + LOOKS_AGAIN, 2.0 * now - self._began)
-            self._has_candidates = any(map(trace.may_begin, alive_in_process(torch.Tensor)))
+            self._has_candidates = any(map(trace.may_begin, live_in_process(torch.Tensor)))
         return self._has_candidates
 
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,7 +129,7 @@ class DtypeContract:
         self._averages: dict[str, set[torch.dtype]] = {}
         self._casts: list[Cast] = []
         self._steps = 0
-        self.lowers_to: Callable[[str], torch.dtype | None] = lambda device: None
+        self.autocast_dtype: Callable[[str], torch.dtype | None] = lambda device: None
         """Returns the autocast dtype of a device type around the current step's calls; None if autocast is off."""
         self._asked: dict[str, str] = {}
         self._cast_buffers: dict[str, CastBuffer] = {}
@@ -236,7 +236,7 @@ class DtypeContract:
             with contextlib.suppress(Exception):  # the module may belong to no framework
                 self._asked |= {who: _name(answer)} if (answer := ask(root)) else {}
         given = {policy.name: f"param_dtype={_name(policy.param_dtype)}" for policy in policies if policy.param_dtype}
-        lowered = next((self.lowers_to(one.device.type) for one in stepped), None)
+        lowered = next((self.autocast_dtype(one.device.type) for one in stepped), None)
         self._asked |= given | ({"autocast": _name(lowered)} if lowered is not None else {})
 
 

@@ -130,13 +130,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def outermost_owners(parameters: set[int]) -> list[nn.Module]:
     """Return the modules that own any of the parameters, given by ``id``, and are not inside another module."""
-    modules = alive_in_process(nn.Module)
+    modules = live_in_process(nn.Module)
     inner = {id(child) for module in modules for child in _children(module)}
     roots = [module for module in modules if id(module) not in inner]
     return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
 
 
-def alive_in_process(kind: type[_Kind]) -> list[_Kind]:
+def live_in_process(kind: type[_Kind]) -> list[_Kind]:
     """Return all objects of a kind in this process, such as modules.
 
     A tuple that another thread builds from a generator is among Python's objects before it is complete. The thread

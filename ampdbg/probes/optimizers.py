@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampdbg.probes.models import Models, alive_in_process
+from ampdbg.probes.models import Models, live_in_process
 from ampdbg.probes.open_step import NormOfEach
 from ampdbg.probes.tensors import Scalar, magnitude_of, scalar_of, total_norm
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Step
@@ -123,7 +123,7 @@ class Optimizers:
         and the same norm except for rounding. On a GPU this syncs.
         """
         size, theirs = sum(weight.numel() for weight in weights), {id(weight) for weight in weights}
-        owned = (weight for one in alive_in_process(Optimizer) for weight in stepped_by(one)) if size else ()
+        owned = (weight for one in live_in_process(Optimizer) for weight in stepped_by(one)) if size else ()
         if theirs.isdisjoint(map(id, owned)):
             for one in self:
                 copies = stepped_by(one)

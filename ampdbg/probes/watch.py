@@ -32,7 +32,7 @@ from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaler_marks
-from ampdbg.probes.models import Models, alive_in_process, outermost_owners
+from ampdbg.probes.models import Models, live_in_process, outermost_owners
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import is_unwatched, unwatched
@@ -379,7 +379,7 @@ class Watch:
 
     def _look_for_copies(self) -> None:
         """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients."""
-        every = (one for module in alive_in_process(torch.nn.Module) for one in module.parameters(recurse=False))
+        every = (one for module in live_in_process(torch.nn.Module) for one in module.parameters(recurse=False))
         owners = outermost_owners({id(one) for one in every if one.grad is not None}) if len(self.optimizers) else ()
         weights = {id(one): one for owner in owners for one in owner.parameters() if one.requires_grad}
         for optimizer in self.optimizers.adopt_copies_of([*weights.values()]):

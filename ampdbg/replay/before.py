@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.state import TENSOR, Kind, SavedContents, held_before_a_step
+from ampdbg.replay.state import TENSOR, Kind, SavedContents, saved_before_step
 
 EXAMINED_CALLS = 2
 """The number of calls of each module that are examined whole."""
@@ -80,7 +80,7 @@ class _ModuleHistory:
             return NOTHING
         with torch.no_grad(), _disable_current_modes():
             known = SavedContents.now(self._changing())
-            return held_before_a_step(module).with_earlier(known) if self.is_looked_at else known
+            return saved_before_step(module).with_earlier(known) if self.is_looked_at else known
 
     def _changing(self) -> list[tuple[Any, Kind]]:
         changes = [(value, kind) for alive, kind in self.changes.values() if (value := alive()) is not None]
@@ -194,7 +194,7 @@ class EarlierStates:
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """Return the model's state before these calls, and a written buffer or parameter that was not saved, or ""."""
-        held, unknown = held_before_a_step(model), ""
+        held, unknown = saved_before_step(model), ""
         begun = [(first, root) for root in self._roots if (first := root.first_of(calls)) is not None]
         for first, root in sorted(begun, key=lambda one: -one[0]):  # the earlier state counts where two overlap
             held = held.with_earlier(root.kept[first].held)

@@ -76,7 +76,7 @@ class PinnedReplays:
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):  # NaN also if the code raised
             return self._made(producers_of(low, fp32, most))
-        replay, floor = self._held_against_fp32(low, pins, most)
+        replay, floor = self._compared_with_fp32(low, pins, most)
         made = replace(self._made(replay, floor), rounded_angles=self._rounded_angles(low, pins))
         if is_brief or floor is None or replay.producers or agrees(replay, fp32.replay, floor):
             return made
@@ -127,9 +127,9 @@ class PinnedReplays:
         return low if low.trace or traced is None else self._at_scale(pins, low.replay.scale, traced)
 
     def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
-        return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
+        return keeps_its_gradients(self._compared_with_fp32(low, pins)[0])
 
-    def _held_against_fp32(
+    def _compared_with_fp32(
         self, low: Replayed, pins: Sequence[str], most: int = MOST_SUSPECTS
     ) -> tuple[Replay, Replay | None]:
         """Return the comparison with FP32. A lost gradient needs a trace, even in a brief replay. Only a trace shows
@@ -137,7 +137,7 @@ class PinnedReplays:
         at_scale = functools.partial(self._at_scale, pins)
         held = compared_with_fp32(low, self._reference(low), self._floor, at_scale if low.trace else None, most)
         if low.trace is None and not keeps_its_gradients(held[0]):
-            return self._held_against_fp32(at_scale(low.replay.scale, ProducerTrace), pins, most)
+            return self._compared_with_fp32(at_scale(low.replay.scale, ProducerTrace), pins, most)
         return held
 
     def _at_scale(

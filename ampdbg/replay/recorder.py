@@ -95,7 +95,7 @@ DEVICES = ("cpu", "cuda")
 VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
 """The tensor attributes that are views. Reading any attribute but these, such as ``grad``, computes nothing."""
 
-NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, torch.Tensor.__bool__)
+NOT_RECORDED = (torch.Tensor.backward, torch.Tensor.__deepcopy__, torch.Tensor.item, torch.Tensor.__bool__)
 """Functions that are not part of a step."""
 
 DRAWS = re.compile(r"rand|dropout|bernoulli|multinomial|poisson|rrelu|gumbel|fractional|normal|uniform|exponential")
@@ -161,7 +161,7 @@ class NotedCall:
 
     def takes_data_of(self, call: int) -> bool:
         """True if every result taken from ``call`` is still alive, unchanged, and outside the autograd graph."""
-        taken = [made for made in _mades(self.given) if made.call == call]
+        taken = [made for made in _results_in(self.given) if made.call == call]
         return bool(taken) and all(
             made in self.past and times_written(self.past[made][0]) == self.past[made][1] for made in taken
         )
@@ -172,7 +172,7 @@ class NotedCall:
         return any(result() is not None for result in self.results)
 
     @property
-    def is_led_to(self) -> bool:
+    def leads_to_gradients(self) -> bool:
         """True if a result that requires a gradient is still alive."""
         return any(held is not None and held.requires_grad for held in (result() for result in self.results))
 
@@ -238,8 +238,8 @@ class Recorder(TorchFunctionMode):
 
     Args:
         is_paused: returns True if nothing must be recorded now.
-        begins_anew: called when a module is called again before any backward pass. Also called when no optimizer step
-            followed the last backward pass before a module call.
+        on_pass_without_step: called when a module is called again before any backward pass, or after a backward pass
+            that no optimizer step followed.
         about_to_step: called right before each optimizer step, with the optimizer and the enabled scaler or None. For a
             step with a closure, called after each backward pass of the closure.
         about_to_call: called with the line of each call before the call runs.
@@ -249,13 +249,17 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         is_paused: Callable[[], bool] = lambda: False,
-        begins_anew: Callable[[], None] = lambda: None,
+        on_pass_without_step: Callable[[], None] = lambda: None,
         about_to_step: Callable[[Optimizer, torch.amp.GradScaler | None], None] = lambda optimizer, scaler: None,
         about_to_call: Callable[[Line | None], None] = lambda line: None,
         is_inside_a_step: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self._is_paused, self._begins_anew, self._about_to_step = is_paused, begins_anew, about_to_step
+        self._is_paused, self._on_pass_without_step, self._about_to_step = (
+            is_paused,
+            on_pass_without_step,
+            about_to_step,
+        )
         self._about_to_call, self._is_inside_a_step = about_to_call, is_inside_a_step
         self._threads = _Threads()
         self._steps, self._stepped = 0, dict[int, int]()
@@ -342,15 +346,15 @@ class Recorder(TorchFunctionMode):
         """Run a torch function, and record it if it takes floating-point tensors or results of recorded calls."""
         kwargs = kwargs or {}
         now = self._now
-        if now.inside or not now.is_on or not self._guard.run_predicate(self._is_part, function, args, kwargs):
+        if now.inside or not now.is_on or not self._guard.run_predicate(self._is_recorded, function, args, kwargs):
             return function(*args, **kwargs)
         return self._run(function, function, args, kwargs)
 
-    def _is_part(self, function: Any, args: Any, kwargs: Any) -> bool:
+    def _is_recorded(self, function: Any, args: Any, kwargs: Any) -> bool:
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__") and getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS:
             return False
-        if function in NO_PART or (self._now.wrappers and name in HOOKS):
+        if function in NOT_RECORDED or (self._now.wrappers and name in HOOKS):
             return False
         if self._guard.failure or self._is_paused() or _may_be_tracing():
             return False
@@ -364,11 +368,11 @@ class Recorder(TorchFunctionMode):
         if self._is_paused() or is_in_backward():
             return original(module, *args, **kwargs)
         if _is_wrapper(module):
-            return self._readied(original, module, args, kwargs)
+            return self._run_wrapper(original, module, args, kwargs)
         if peek_interpreter_stack() is not None:  # a backward pass of torch.func belongs to no single call
             return original(module, *args, **kwargs)
         self._off()
-        self._guard.run_hook(self._root_begins, module, args, kwargs)
+        self._guard.run_hook(self._root_call_begins, module, args, kwargs)
         try:
             return self._run(module, functools.partial(original, module), args, kwargs)
         finally:
@@ -378,11 +382,11 @@ class Recorder(TorchFunctionMode):
         """Run an ``autograd.Function``, and record it like a torch function if it belongs to the script."""
         now = self._now
         is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
-        if not is_noted or not self._guard.run_predicate(self._is_part, function, args, kwargs):
+        if not is_noted or not self._guard.run_predicate(self._is_recorded, function, args, kwargs):
             return apply(*args, **kwargs)
         return self._run(OwnFunction(function), apply, args, kwargs)
 
-    def _readied(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run_wrapper(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a wrapper's call without recording its tensor hooks, which serve the wrapper's own backward pass."""
         now = self._now
         now.wrappers += 1
@@ -482,7 +486,7 @@ class Recorder(TorchFunctionMode):
         call = self._now.calls.get(made.call)
         is_of_a_step_before = call is not None and call.steps != self._steps
         is_another = is_of_a_step_before and times_written(tensor) != times  # as a reused input buffer has
-        if call is not None and not tensor.requires_grad and (is_another or self._is_past(call)):
+        if call is not None and not tensor.requires_grad and (is_another or self._counts_as_data(call)):
             return None
         is_led_there = call is not None and not call.has_gradients and tensor.grad_fn is not None
         if wants is tensor.requires_grad and not is_led_there:
@@ -532,7 +536,7 @@ class Recorder(TorchFunctionMode):
         if now.inside or self._guard.failure or self._is_paused() or seam not in ("scale", "engine", "step"):
             return original(*args, **kwargs)
         if seam == "engine":
-            return self._goes_backward(original, *args, **kwargs)
+            return self._run_backward(original, *args, **kwargs)
         scaler = args[0]
         if not scaler.is_enabled():
             return original(*args, **kwargs)
@@ -560,7 +564,7 @@ class Recorder(TorchFunctionMode):
             if made is not None:
                 self._now.made[id(scaled)] = weakref.ref(scaled), made, scaled.requires_grad, times_written(scaled)
 
-    def _goes_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the autograd engine; its arguments are (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         now = self._now
         is_step = kwargs.get("accumulate_grad", True) and not is_in_backward()
@@ -578,9 +582,9 @@ class Recorder(TorchFunctionMode):
     def _add_losses(self, roots: Sequence[Any], starts: Sequence[Any]) -> None:
         now = self._now
         if self._doubtful is not None:
-            (number, lead_back), self._doubtful = self._doubtful, None
+            (number, on_decided), self._doubtful = self._doubtful, None
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
-            lead_back(number in _dependencies_of(now.calls, (made.call for made in makers if made is not None)))
+            on_decided(number in _dependencies_of(now.calls, (made.call for made in makers if made is not None)))
         if now.has_stepped or now.is_stepping:  # is_stepping: an optimizer runs its closure again for new weights
             now.losses.clear()
             now.has_stepped = now.has_dropped = False
@@ -651,7 +655,7 @@ class Recorder(TorchFunctionMode):
         if id(optimizer) in self._stepped_before:
             self._stepped[id(optimizer)] = self._stepped_before.pop(id(optimizer))
 
-    def _root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _root_call_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
         is_again = not now.has_gone and now.modules[id(module)] > 0
         if is_again:  # a call on results of this pass continues the pass, such as a loss of each of two heads
@@ -660,7 +664,7 @@ class Recorder(TorchFunctionMode):
             now.trains = module.training
         is_behind = now.has_gone and not now.has_stepped
         if (is_again or is_behind) and torch.is_grad_enabled():
-            self._begins_anew()
+            self._on_pass_without_step()
         if now.has_gone and now.has_stepped:
             now.losses.clear()
             self._prune()
@@ -671,7 +675,7 @@ class Recorder(TorchFunctionMode):
             self._drop_oldest_passes()
         now.has_gone = False
 
-    def _is_past(self, call: NotedCall) -> bool:
+    def _counts_as_data(self, call: NotedCall) -> bool:
         """True if every optimizer may have stepped since the call, so its results without gradients count as data."""
         return self._steps - call.steps > len(self._stepped)
 
@@ -686,13 +690,13 @@ class Recorder(TorchFunctionMode):
         later = {n: now.calls[n] for n in takewhile(lambda number: number > looked_at, reversed(now.calls))}
 
         def leads(call: NotedCall, read: int) -> bool:
-            return read in later and not (self._is_past(later[read]) and call.takes_data_of(read))
+            return read in later and not (self._counts_as_data(later[read]) and call.takes_data_of(read))
 
-        recent = {number: call for number, call in later.items() if not self._is_past(call)}
-        led_to = (number for number, call in recent.items() if call.is_led_to)
+        recent = {number: call for number, call in later.items() if not self._counts_as_data(call)}
+        led_to = (number for number, call in recent.items() if call.leads_to_gradients)
         needed = _dependencies_of(later, (*led_to, *(made.call for made, *_ in now.losses if made is not None)), leads)
         held = {number for number, call in recent.items() if call.is_held} - needed
-        needed |= self._of_data(held, needed, leads) if is_whole else _dependencies_of(later, held, leads)
+        needed |= self._calls_of_live_data(held, needed, leads) if is_whole else _dependencies_of(later, held, leads)
         for number in later.keys() - needed:
             self._forget(number)
         now.scaled = {key: held for key, held in now.scaled.items() if held() is not None}
@@ -729,7 +733,7 @@ class Recorder(TorchFunctionMode):
             if now.made[key][1].call == number:
                 del now.made[key]
 
-    def _of_data(
+    def _calls_of_live_data(
         self, held: Collection[int], known: Collection[int], leads: Callable[[NotedCall, int], bool]
     ) -> set[int]:
         """Return the calls that led to live results without gradients. Results of the last module call come first, then
@@ -795,10 +799,10 @@ class Recorder(TorchFunctionMode):
     def _at(self, loss: torch.Tensor) -> set[Line | None]:
         return self._called_at(self._maker(loss))
 
-    def watch_given_up_loss(self, loss: torch.Tensor, lead_back: Callable[[bool], None]) -> None:
-        """Let the next backward pass call ``lead_back``: True if it includes the loss, False if the loop gave it up."""
+    def watch_given_up_loss(self, loss: torch.Tensor, on_decided: Callable[[bool], None]) -> None:
+        """Let the next backward pass call ``on_decided``: True if it includes the loss, False if it was given up."""
         made = self._maker(loss)
-        self._doubtful = None if made is None else (made.call, lead_back)
+        self._doubtful = None if made is None else (made.call, on_decided)
 
     def awaits_decision(self, loss: torch.Tensor) -> bool:
         """True if the report of :meth:`watch_given_up_loss` is still due for this loss, or a value that led to it."""
@@ -807,7 +811,7 @@ class Recorder(TorchFunctionMode):
             return False
         return self._doubtful[0] in _dependencies_of(self._now.calls, [made.call])
 
-    def lowers_to(self, device: str) -> torch.dtype | None:
+    def autocast_dtype(self, device: str) -> torch.dtype | None:
         """Return the autocast dtype of the last call under autocast on this device type, or None."""
         calls = reversed(self._now.calls.values())
         return next((call.lowers[device] for call in calls if device in call.lowers), None)
@@ -1156,7 +1160,7 @@ _Begun = tuple[int, NotedCall, _ArgumentRecorder]
 """The number, the record and the arguments of a running call."""
 
 
-def _mades(given: Any) -> list[Made]:
+def _results_in(given: Any) -> list[Made]:
     found: list[Made] = []
     Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(given)
     return found

@@ -24,7 +24,7 @@ from ampdbg.replay.copies import duplicate
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import SavedContents, held_before_a_step, restored, surroundings_restored, written
+from ampdbg.replay.state import SavedContents, restored, saved_before_step, surroundings_restored, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class ModelState:
     @staticmethod
     def now(model: torch.nn.Module) -> ModelState:
         """Return the current state of the model."""
-        return ModelState(held_before_a_step(model), model)
+        return ModelState(saved_before_step(model), model)
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -77,7 +77,7 @@ class PackedState:
     def unpacked(self, model: torch.nn.Module) -> ModelState:
         """Return this state for a rebuilt model, which stays unchanged. Entries that do not fit keep its own values."""
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        unpacking, now = Unpacking(self.tensors, device), held_before_a_step(model)
+        unpacking, now = Unpacking(self.tensors, device), saved_before_step(model)
         try:
             for name, buffer in model.named_buffers():
                 if name in self.buffers and _has_shape_of(self.buffers[name], buffer):
@@ -177,7 +177,7 @@ def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
         yield
 
 
-def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:
+def later_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:
     """Yield the failing step ``count`` times, each time with the next batches of the data."""
     micro = len(failing.snapshot.batches)
     batches = itertools.islice(run.workload.batches(), (failing.snapshot.step + 1) * micro, None)

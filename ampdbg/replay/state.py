@@ -209,7 +209,7 @@ def restored(
         held.restore()
 
 
-def held_before_a_step(model: torch.nn.Module) -> SavedContents:
+def saved_before_step(model: torch.nn.Module) -> SavedContents:
     """Save the state of a model except its weights."""
     found = [*_walk(model.modules(), BEFORE_A_STEP, STATE), *_walk(model.buffers(), (ANY,))]
     return SavedContents.now(one for one in found if not isinstance(one[0], torch.nn.Parameter))

@@ -66,11 +66,11 @@ REPLAY_ANNOUNCEMENT = "FP16, FP32 and more"
 
 MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their outputs replaces its loss"
 
-NOT_AGAIN = "step {}, whose {} not finite, could not be replayed: {}"
+NOT_REPLAYED = "step {}, whose {} not finite, could not be replayed: {}"
 
-FINITE_AGAIN = "its replay is finite"
+REPLAY_IS_FINITE = "its replay is finite"
 
-NOT_THE_SAME = "its loss was {}, and its replay has {}"
+REPLAY_LOSS_DIFFERS = "its loss was {}, and its replay has {}"
 
 THROWN = "its weights or earlier losses have grown as under a learning rate that is too large"
 
@@ -78,7 +78,7 @@ HALF_BY_HOOKS = "its half weights have a wrapper's hooks, which a replay in FP32
 
 NOT_COMPARED = "step {} was not compared with FP32: {}"
 
-NOT_ASKED = "--no-investigate allows no replay"
+REPLAYS_DISABLED = "--no-investigate allows no replay"
 
 IN_GROUP = "its process trains together with others, which a replay would block"
 
@@ -226,19 +226,19 @@ class FailingSteps:
         self.captures = captures
         self.recorder = Recorder(
             lambda: watcher.is_paused,
-            self._begins_anew,
+            self._on_pass_without_step,
             self._about_to_step,
             is_inside_a_step=lambda: watcher.is_inside_a_step,
         )
         """Records the steps. Enter it as a context manager while the loop runs."""
         watcher.lost = partial(self._fails, "loss")
         watcher.withheld = partial(self._fails, "gradients")
-        watcher.gave_up = self._gave_up
+        watcher.gave_up = self._on_given_up_pass
         watcher.ended = self.step_ended
         watcher.went_backward = self.recorder.went_backward
         watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
         watcher.models.called = lambda: self.recorder.called
-        watcher.contract.lowers_to = self.recorder.lowers_to
+        watcher.contract.autocast_dtype = self.recorder.autocast_dtype
         self._watcher, self._observer, self._investigates = watcher, observer, investigates
         self._policy = Policy()
         self._notes: list[str] = []
@@ -252,7 +252,7 @@ class FailingSteps:
 
     # When a step fails.
 
-    def _begins_anew(self) -> None:
+    def _on_pass_without_step(self) -> None:
         """Handle a module call before any optimizer has stepped. The loop may have discarded a loss. A loop with its
         own loss scale may have discarded that loss's gradients."""
         step = self._watcher.open_step
@@ -277,7 +277,7 @@ class FailingSteps:
         self._given_up = float(loss.detach())
         self.recorder.watch_given_up_loss(loss, lambda is_part: self._count_given_up(is_part=is_part))
 
-    def _gave_up(self) -> None:
+    def _on_given_up_pass(self) -> None:
         """Handle a lost loss that the loop has discarded: its gradients are cleared and a later pass has run."""
         with self.recorder.without_the_last_pass():
             self._fails("loss", None)
@@ -320,7 +320,7 @@ class FailingSteps:
             self._observer.replay(number, REPLAY_ANNOUNCEMENT)
         made, why_not = self._replay_step(number, why, loss)
         if why_not and self._investigates:
-            self._notes.append(NOT_AGAIN.format(number, "loss is" if why == "loss" else "gradients are", why_not))
+            self._notes.append(NOT_REPLAYED.format(number, "loss is" if why == "loss" else "gradients are", why_not))
         return made
 
     def _scale(self, place: int) -> float:
@@ -370,7 +370,7 @@ class FailingSteps:
             self.captures.drop(live.number)
         if not (made.reproduced or made.is_of_others):
             is_whole = live.recorded.reach == "whole"
-            return None, FINITE_AGAIN if is_whole else MODULES_FINITE.format(live.why_no_further)
+            return None, REPLAY_IS_FINITE if is_whole else MODULES_FINITE.format(live.why_no_further)
         if made.reproduced and (is_alike or made.low.error) and not is_blamed(made):
             return None, made.low.error or NOT_IN_FP32
         self.found[:] = kept([*self.found, made])
@@ -427,7 +427,7 @@ class FailingSteps:
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
         """Return the half dtype that autocast uses, that the weights have, or that earlier losses' graphs held."""
-        dtypes = [self.recorder.lowers_to(device.type), *{parameter.dtype for parameter in model.parameters()}]
+        dtypes = [self.recorder.autocast_dtype(device.type), *{parameter.dtype for parameter in model.parameters()}]
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
         names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
@@ -465,7 +465,7 @@ class FailingSteps:
         if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
             return False
         reasons = (
-            (NOT_ASKED, not self._investigates),
+            (REPLAYS_DISABLED, not self._investigates),
             (IN_GROUP, is_in_group()),
             (WITHIN_A_PASS, is_in_backward()),
             (NO_TIME, not self._policy.has_time),
@@ -501,10 +501,10 @@ class FailingSteps:
             return ""  # a failing step, which is investigated as such
         record = self._watcher.record()
         fault = hidden_fault(made, replace(record, steps=live.before))
-        if fault is not None and fault.is_thrown:
+        if fault is not None and fault.has_grown_or_risen:
             return THROWN
         if fault is None:
-            return NOT_THE_SAME.format(number(made.loss), number(made.low.loss))
+            return REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
         if not made.reference.grad_norm:
             return NO_GRADIENTS
         if fault.is_fault and self.captures.are_wanted:
@@ -543,7 +543,7 @@ class FailingSteps:
             if loss is None or not self.recorder.awaits_decision(loss):
                 self._count_given_up()
             if not self.recorder.is_under_way:
-                self._ended_behind_a_pass(is_cut=bool(ending.code))
+                self._ended_after_backward(is_cut=bool(ending.code))
             if not self.recorder.is_under_way:
                 self._ended_between_steps()
             elif ending.code or self.recorder.lost_loss is not None:
@@ -566,7 +566,7 @@ class FailingSteps:
             is_said = ending.error is not None and named_error(ending.error) in why_not
             self.why_ended += f"; {why_not}" * (bool(why_not) and not is_said)
 
-    def _ended_behind_a_pass(self, *, is_cut: bool) -> None:
+    def _ended_after_backward(self, *, is_cut: bool) -> None:
         """Investigate the step in which the script ended after a backward pass. For example, the script checks its
         gradients, or too few micro-batches are left for a step."""
         number, why = self._watcher.log.closed(), self._watcher.nonfinite_in_open_step(is_cut=is_cut)

@@ -68,7 +68,7 @@ class FileGuard:
                 (one, name.rpartition(".")) for one in REDIRECTED for name in REDIRECTED[one].split()
             ]:
                 with contextlib.suppress(ImportError, AttributeError):  # missing in this Python or on this system
-                    stack.enter_context(replaced(pkgutil.resolve_name(owner), name, partial(self._led, how)))
+                    stack.enter_context(replaced(pkgutil.resolve_name(owner), name, partial(self._redirected, how)))
             names: Any = vars(tempfile)["_RandomNameSequence"]
             stack.enter_context(replaced(names, "__next__", self._marked))
             util.get_temp_dir()  # spawned processes inherit this folder as theirs
@@ -108,7 +108,7 @@ class FileGuard:
             self._made = {(now, *mark) for path, now, mark in kept if path != new}
         self._settle(new * (event in CREATING_EVENTS))
 
-    def _led(self, how: str, original: Function) -> Function:
+    def _redirected(self, how: str, original: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
             folder, flat = kwargs.pop("dir_fd", None), [*args, *kwargs.values()]
             at = next((at for at, one in enumerate(flat) if isinstance(one, (str, bytes, os.PathLike))), None)

@@ -104,8 +104,8 @@ class LiveStep:
         snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
         # The script may be inside an autocast region.
         outside = torch.autocast(self.device.type, enabled=False)
-        apart = _Apart() if is_in_group() else contextlib.nullcontext()
-        with self.watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside, apart:
+        apart = _NoCollectives() if is_in_group() else contextlib.nullcontext()
+        with self.watcher.paused(), held_signals(), _without_output(), torch.enable_grad(), outside, apart:
             try:
                 yield run, snapshot
             finally:
@@ -113,7 +113,7 @@ class LiveStep:
         torch.clear_autocast_cache()  # inside the script's autocast region, it may hold casts of altered weights
 
 
-class _Apart(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):
     """Rejects ops that wait for other processes, because those do not replay the step."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,13 +140,16 @@ class _UntilASignal(Observer):
 
 
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
+def _without_output() -> Iterator[None]:
     """Discard output of this thread inside this context: the original step has already printed it."""
-    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
+    with (
+        contextlib.redirect_stdout(_OutputOfOtherThreads(sys.stdout)),
+        contextlib.redirect_stderr(_OutputOfOtherThreads(sys.stderr)),
+    ):
         yield
 
 
-class _Hushed(io.TextIOBase):
+class _OutputOfOtherThreads(io.TextIOBase):
     """A stream that forwards only the output of other threads."""
 
     def __init__(self, stream: TextIO) -> None:

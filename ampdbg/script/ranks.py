@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ampdbg.probes.models import alive_in_process
+from ampdbg.probes.models import live_in_process
 from ampdbg.probes.tensors import wraps_others
 from ampdbg.script.launch import Start
 
@@ -46,7 +46,7 @@ def hooks_half_weights(model: torch.nn.Module) -> bool:
     changes."""
     is_used = distributed.is_available() and distributed.is_initialized()
     half = [one for one in model.parameters() if is_used and one.requires_grad and one.dtype.itemsize < 4]
-    wrappers = alive_in_process(DistributedDataParallel) if half else []
+    wrappers = live_in_process(DistributedDataParallel) if half else []
     wrapped = {id(one) for wrapper in wrappers for one in wrapper.parameters()}  # DDP's hooks are not in Python
     return any(id(one) in wrapped or _hooks_behind_sum(one) for one in half)
 

@@ -170,7 +170,7 @@ class _StepFinder:
         self._steps, self._began = 0, time.monotonic()
         self._nearest = Difference(-1, "no loss of its went backward")
         self._names = CallNames()
-        self.recorder = Recorder(self._is_idle, self._begins_anew, self._about_to_step, self._names.note)
+        self.recorder = Recorder(self._is_idle, self._on_pass_without_step, self._about_to_step, self._names.note)
         self.watcher.models.called = lambda: self.recorder.called
         self.watcher.ended = lambda is_bad: self._step_ended()
         self.watcher.went_backward = self.recorder.went_backward
@@ -217,7 +217,7 @@ class _StepFinder:
                 self.watcher.begin_step_of(optimizer)
             self._look()
 
-    def _begins_anew(self) -> None:
+    def _on_pass_without_step(self) -> None:
         """Handle the start of another pass. A loop that steps only on finite values may never step, or never again."""
         if not self._is_idle() and (not self._steps or self.watcher.withholding is not None):
             self._look(self.recorder.lost_loss)

@@ -14,7 +14,7 @@ from ampdbg.commands.scan import exit_code
 from ampdbg.diagnosis.cause import Evidence
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import culprit
-from ampdbg.diagnosis.scale import UNTOLD, ScaleCourse
+from ampdbg.diagnosis.scale import MANY_UNEXPLAINED, ScaleCourse
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import (
@@ -800,7 +800,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     assert diagnose(found) == found
     assert all(step.skipped for step in ScaleCourse(record.steps, record.steps_run).lows)
     is_sound = all(finding.severity == "info" for finding in found.findings)
-    is_told = not any(UNTOLD in finding.evidence for finding in found.findings)
+    is_told = not any(MANY_UNEXPLAINED in finding.evidence for finding in found.findings)
     assert (found.verdict == "healthy") == (is_sound and is_told and not record.took_no_step)
     assert all(finding.root is None or finding.root < index for index, finding in enumerate(found.findings))
     assert not found.findings or found.findings[0].root is None

@@ -474,9 +474,9 @@ class Pause:
 PAUSE = Pause()
 
 
-def run(step: RecordedStep, scale: float = 1.0, lowers_to: torch.dtype | None = None) -> float:
+def run(step: RecordedStep, scale: float = 1.0, autocast_dtype: torch.dtype | None = None) -> float:
     """Replays the step up to its gradients, and returns its loss times the scale."""
-    with contextlib.nullcontext() if lowers_to is None else torch.autocast("cpu", dtype=lowers_to):
+    with contextlib.nullcontext() if autocast_dtype is None else torch.autocast("cpu", dtype=autocast_dtype):
         losses = [step.loss(given, scale=scale) * scale for given in step.given]
     for loss in losses:
         loss.backward()
