@@ -1,7 +1,9 @@
 """Tests of the words of messages and pages: no phrase that readers must read twice, and no long sentence."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +40,11 @@ BETTER = {
 
 TURNS = re.compile(rf"\b({'|'.join(BETTER)})\b", re.IGNORECASE)
 
+RIDDLES = re.compile(
+    r"^Whether\b|\b(so many|whoever|somebody|nobody|lets? go of|goes? backward|(?<!there )is no|that which)\b"
+)
+"""Turns of docstrings that were read twice: name the noun, the actor or the number."""
+
 MOST_WORDS = 20
 """Most words in a sentence of a message, or in a part of it between semicolons and colons."""
 
@@ -61,6 +68,16 @@ def shown_strings(tree: ast.AST) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "_" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield FIELD.sub("_", node.value)
+
+
+def docstrings_and_comments(source: str) -> Iterator[str]:
+    """Yield the docstrings of modules, classes, functions and attributes, and the comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"# (type:|noqa|fmt:)", token.string):
+            yield token.string.lstrip("# ")
 
 
 PAGES = [
@@ -93,6 +110,15 @@ def test_messages_have_plain_words_and_short_sentences() -> None:
     assert [(name, found[0], text) for name, text in shown for found in TURNS.finditer(text)] == []
     messages = [(name, text) for name, text in shown if is_message(text)]
     assert [(name, long) for name, text in messages for long in long_sentences(text, MOST_WORDS)] == []
+
+
+def test_docstrings_and_comments_have_plain_words_and_short_sentences() -> None:
+    sources = [(path.relative_to(PACKAGE).as_posix(), path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")]
+    texts = [(name, text) for name, source in sources for text in docstrings_and_comments(source)]
+    assert len(texts) > 3000
+    assert [(name, found[0], text) for name, text in texts for found in TURNS.finditer(text)] == []
+    assert [(name, found[0], text) for name, text in texts for found in RIDDLES.finditer(text)] == []
+    assert [(name, long) for name, text in texts for long in long_sentences(text, MOST_WORDS)] == []
 
 
 def test_documentation_pages_have_plain_words_and_short_sentences() -> None:

@@ -30,8 +30,7 @@ def command(
 ) -> int:
     """Find the fewest modules that need FP32.
 
-    Trains CONFIG, or the model of --module FILE, until a step fails, and replays that step with sets of modules
-    in FP32.
+    Trains CONFIG, or the model of --module FILE, until a step fails. Replays that step with sets of modules in FP32.
     """
     with results_only() as stdout:
         with progress.shown(run.quiet, max_trials) as observer:

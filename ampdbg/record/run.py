@@ -636,7 +636,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Readiness:
-    """Whether a step that runs in bfloat16 would train in FP16, according to a range profile.
+    """The prediction of a range profile: would a step that runs in bfloat16 train in FP16?
 
     Attributes:
         trains: None if the profile does not decide it.

@@ -238,8 +238,8 @@ class Recorder(TorchFunctionMode):
 
     Args:
         is_paused: returns True if nothing must be recorded now.
-        on_pass_without_step: called when a module is called again before any backward pass, or after a backward pass
-            that no optimizer step followed.
+        on_pass_without_step: called before a module is called again without a backward pass in between. Also called
+            before a module call if no optimizer step followed the last backward pass.
         about_to_step: called right before each optimizer step, with the optimizer and the enabled scaler or None. For a
             step with a closure, called after each backward pass of the closure.
         about_to_call: called with the line of each call before the call runs.
