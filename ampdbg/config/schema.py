@@ -192,7 +192,7 @@ class Precision(_Section):
 
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32"],
-        Field(title="the dtype that autocast lowers to", description="float16, bfloat16 or float32"),
+        Field(title="the autocast dtype", description="float16, bfloat16 or float32"),
     ] = "float16"
     level: Annotated[
         str, Field(title="one of Apex's levels", pattern=f"^({'|'.join(LEVELS)})$", description=CHOICES)

@@ -103,7 +103,7 @@ WHY_NO_PIN = "ampdbg looks for no pin: repair this misuse first, since it can ca
 
 KEEP_WEIGHTS = (
     "No pin helps: the weights themselves are stored in half precision. "
-    "Keep them in float32, and let autocast lower the ops."
+    "Keep them in float32, and let autocast choose each op's dtype."
 )
 
 
@@ -264,12 +264,12 @@ _GRADIENTS = (
     ),
     _of_half_weights(
         "optimizer-underflow",
-        "keep the parameters in float32 (no .half()) and let autocast lower the ops",
+        "keep the parameters in float32 (no .half() or .bfloat16()) and let autocast choose each op's dtype",
         "Half-precision weights do not get the optimizer's updates.",
     ),
     _of_half_weights(
         "frozen-weights",
-        "keep the parameters, or only those named here, in float32 and let autocast lower the ops "
+        "keep the parameters, or only those named here, in float32 and let autocast choose each op's dtype "
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
         "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
         "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
@@ -283,13 +283,13 @@ _GRADIENTS = (
     ),
     _of_half_weights(
         "lost-accumulation",
-        "keep the parameters in float32 and let autocast lower the ops, so that gradients add up in float32; or "
-        "use fewer, larger micro-batches (dividing the loss by their number does not help)",
+        "keep the parameters in float32 and let autocast choose each op's dtype, so that gradients add up in float32; "
+        "or use fewer, larger micro-batches (dividing the loss by their number does not help)",
         "Half precision loses part of the sum when the gradients of many micro-batches add up.",
     ),
     _of_half_weights(
         "stuck-moment",
-        "keep the parameters in float32 and let autocast lower the ops, or use beta2 = 0.95",
+        "keep the parameters in float32 and let autocast choose each op's dtype, or use beta2 = 0.95",
         "Adam's second moment is stuck in half precision: each decay by beta2 rounds back to the old value.",
     ),
 )
@@ -478,7 +478,7 @@ _SETUP = (
         "misuse-half-parameters",
         "optimizer",
         "the parameters and their gradients are float16, and a scaler refuses to unscale those",
-        "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
+        "keep the parameters in float32 (no model.half()) and let autocast choose each op's dtype",
     ),
     _misuse(
         "misuse-custom-function",
@@ -508,7 +508,7 @@ _SETUP = (
         "half-weights",
         "precision",
         "load and keep the weights in float32, as with from_pretrained(..., dtype=torch.float32), and let "
-        "autocast lower the ops",
+        "autocast choose each op's dtype",
         "Mixed precision was asked for, but the trained weights themselves are half.",
         information="{verdict}: {skips}; the trained weights are half, and nothing asked for mixed precision.",
         why_no_pin=KEEP_WEIGHTS,

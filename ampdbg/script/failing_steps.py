@@ -418,7 +418,7 @@ class FailingSteps:
         reasons = (
             ("other threads train too", self._watcher.has_other_loops),
             ("its model is not known", next(model.parameters(), None) is None),
-            ("the dtype that autocast lowers to is not known", half is None and not self._watcher.is_in_fp32),
+            ("the dtype of autocast is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             (RECORDED, bool(recorded_graphs(model))),
             (WITHIN_A_PASS, is_in_backward()),
