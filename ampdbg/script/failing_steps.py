@@ -115,10 +115,10 @@ class Policy:
         self._lost_rows, self._nan_rows = set[int](), set[int]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
-    def wants(self, why: Why, optimizer: int, *, has_borne: bool, is_nan: bool, may_settle: bool) -> bool:
+    def wants(self, why: Why, optimizer: int, *, has_survived: bool, is_nan: bool, may_settle: bool) -> bool:
         """True if a failing step of an optimizer should be investigated.
 
-        ``has_borne``: an earlier step survived this loss scale or a higher one. ``is_nan``: the gradients have no inf.
+        ``has_survived``: an earlier step survived this loss scale or a higher one. ``is_nan``: the gradients have no inf.
         ``may_settle``: a scaler withholds the step and can lower the scale without reaching fractions."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows
@@ -129,9 +129,9 @@ class Policy:
         self._taken[optimizer] = 0
         is_nan = is_nan and optimizer not in self._nan_rows
         self._nan_rows |= {optimizer} if is_nan else set()
-        is_telling = is_nan or skips == SKIPS_IN_A_ROW
-        is_owed = (skips == 1 and not may_settle) or (is_telling and self._settling < MOST_OF_A_KIND)
-        is_due = is_owed or (self._is_in_time() and (is_telling or (skips == 1 and has_borne)))
+        is_informative = is_nan or skips == SKIPS_IN_A_ROW
+        is_owed = (skips == 1 and not may_settle) or (is_informative and self._settling < MOST_OF_A_KIND)
+        is_due = is_owed or (self._is_in_time() and (is_informative or (skips == 1 and has_survived)))
         return is_due and self.is_open(why)
 
     def compares(self, optimizer: int) -> bool:
@@ -300,11 +300,13 @@ class FailingSteps:
         place = 0 if optimizer is None else self._watcher.optimizers.number_of(optimizer)
         number, scale = self._watcher.log.closed(), self._scale(place) * self._own_scale
         is_nan = is_nan_alone(self._watcher.open_step.groups)
-        borne = max(
+        largest_survived = max(
             (step.scale for step in self._watcher.steps if not step.skipped and step.optimizer == place), default=-1.0
         )
         may_settle |= self._watcher.open_step.scaler is not None and scale > 1.0
-        is_due = self._policy.wants(why, place, has_borne=scale <= borne, is_nan=is_nan, may_settle=may_settle)
+        is_due = self._policy.wants(
+            why, place, has_survived=scale <= largest_survived, is_nan=is_nan, may_settle=may_settle
+        )
         if number == self._looked_at or not (is_due or self.captures.is_wanted):
             return
         self._looked_at = number
