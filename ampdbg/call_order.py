@@ -75,7 +75,7 @@ class GradientState:
         stale: the backward pass that added to such gradients.
         by_hand: the loop has read the scale, and may have divided them by it.
         used: the scaler's step has used or withheld them, and they are still there.
-        piled: the backward pass that added scaled gradients to gradients that a step had unscaled and used.
+        added_after_use: the backward pass that added scaled gradients to gradients that a step had unscaled and used.
         plain: the first backward pass that wrote them, if every pass that did is plain (:attr:`Call.is_plain`).
         has_scaled_pass: a pass that is not plain has written them.
     """

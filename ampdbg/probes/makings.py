@@ -92,7 +92,7 @@ class Constructions:
     def of(self, model: nn.Module, pins: Sequence[str]) -> Construction | None:
         """Return the line that registers the last module on the paths to the pinned modules; None if unknown.
 
-        If :meth:`Models.together` joined several models in ``model``, all pins must belong to one of them.
+        If :meth:`Models.as_one_module` joined several models in ``model``, all pins must belong to one of them.
         """
         if not isinstance(model, ModelGroup):
             return self._of_one(model, pins)

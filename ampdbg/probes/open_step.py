@@ -46,19 +46,19 @@ class OpenStep:
     """A step before it is closed. On a GPU the numbers are scalar tensors that are still on the device.
 
     Attributes:
-        scaled: The losses of the backward passes, without a scaler's loss scale.
+        backward_losses: The losses of the backward passes, without a scaler's loss scale.
         mark: The point in the GPU's work after the last loss that is still on the GPU.
-        losses: Losses with names, which count instead of ``scaled``.
+        losses: Losses with names, which count instead of ``backward_losses``.
         gradients: The gradients as the backward pass left them, by the ``id`` of their optimizer.
         norms: The gradient norms that remain after the step has ended.
-        bare: Facts from before each ``optimizer.step()`` that the loop itself calls, by the ``id`` of the optimizer.
+        bare_step_facts: Facts from before each ``optimizer.step()`` that the loop calls, by the optimizer's ``id``.
         scaler: The enabled scaler that has scaled a loss; ``number`` is its number in the loop.
         optimizer: The number of the first optimizer that stepped.
         succeeds: The number of the scaler that ``scaler`` has replaced, else 0.
         running: The ``id`` of the optimizer during its bare step, else 0.
         before_closure: How many losses there were before the running step.
         first_closure: The losses of the first closure call in the running step.
-        left: The norms of the gradients after each backward pass, if the loop scales its loss itself.
+        own_scale_norms: The norms of the gradients after each backward pass, if the loop scales its loss itself.
         factor: The number by which such a loop has multiplied its loss.
     """
 
@@ -116,7 +116,7 @@ class OpenStep:
         return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.backward_losses)
 
     def has_left_finite(self) -> bool:
-        """True if every measured gradient norm in ``left`` is finite. On a GPU this syncs."""
+        """True if every measured gradient norm in ``own_scale_norms`` is finite. On a GPU this syncs."""
         return all(map(is_finite_scalar, self.own_scale_norms))
 
     def read_losses_aside(self) -> None:

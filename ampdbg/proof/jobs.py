@@ -53,7 +53,7 @@ class Patched:
         pins_file: a key of ``files`` whose ``pin_fp32`` is called with the model, or with the models of ``roots``.
         pins: names to add to the config's pins.
         moves_constants: the files use different constants in half and in FP32.
-        standing: an equivalent for an existing model, where pins replace edits of the model's creation.
+        for_live_model: an equivalent for an existing model, where pins replace edits of the model's creation.
     """
 
     files: Mapping[Path, bytes] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Job:
 
     ``scales`` has one entry for each failing step, and each step runs ``repeats`` times. ``train_steps`` is the length
     of the training run, and ``begins_at`` its first loss scale. With ``captured``, the failing step is a script's and
-    has no training run. ``borne`` is the largest loss scale that suits the failing steps with the patch. ``threads`` is
-    torch's number of threads.
+    has no training run. ``survived_scale`` is the largest loss scale that suits the failing steps with the patch.
+    ``threads`` is torch's number of threads.
     """
 
     kind: Literal["patched", "dropped", "reference"]

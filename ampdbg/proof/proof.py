@@ -80,8 +80,8 @@ class _Proving:
         at_once = is_emulating() and self.job.captured is None
 
         def train(tried: Sequence[Tried]) -> None:
-            begins_at, borne = self.run.scaler().get_scale(), min(one.scale for one in tried)
-            training.append(self.start(train_alone, replace(self.job, begins_at=begins_at, survived_scale=borne)))
+            begins_at, survived = self.run.scaler().get_scale(), min(one.scale for one in tried)
+            training.append(self.start(train_alone, replace(self.job, begins_at=begins_at, survived_scale=survived)))
 
         self.observer.stage("the failing step with the patch")
         patched = self.seen(self.job, train if at_once else lambda tried: None)

@@ -187,8 +187,8 @@ def _with_patch(record: Record, materials: PlanInputs, prover: Prover | None, *,
     while plans:
         plan = plans.pop(0)
         patch = plan()
-        refused = refused or tuple(_reasons((*patch.refused, *patch.left)))
-        lacking = patch.refused if prover is not None else (*patch.refused, *patch.left)
+        refused = refused or tuple(_reasons((*patch.refused, *patch.unneeded_refusals)))
+        lacking = patch.refused if prover is not None else (*patch.refused, *patch.unneeded_refusals)
         if not patch.edits or lacking or any(patch.edits == other.edits for other, _ in failed):
             continue
         if prover is None:

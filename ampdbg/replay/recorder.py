@@ -125,10 +125,16 @@ OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see t
 class NotedCall:
     """One recorded call of a module, or of a function, which has a ``name``.
 
-    ``given`` are the arguments, with ``Made`` instead of results of recorded calls. ``inputs`` are the remaining
-    tensors, each with its version. ``past`` are results of recorded calls outside the autograd graph. ``beside`` are
-    detached values of small unrecorded graphs, each with the ``id`` of its leaves. ``why_not`` says why the call cannot
-    be replayed. ``lowers`` has the autocast dtype by device type. ``steps`` counts the optimizer steps before it.
+    Attributes:
+        lowers: the autocast dtype by device type.
+        steps: the number of optimizer steps before the call.
+        given: the arguments, with ``Made`` instead of results of recorded calls.
+        reads: the numbers of the calls whose results it takes.
+        inputs: the remaining tensors, each with its version.
+        past: results of recorded calls outside the autograd graph, each with its version.
+        outside_values: detached values of small unrecorded graphs, each with the ``id`` of its leaves.
+        results: its live results.
+        why_not: the reason why the call cannot be replayed, or "".
     """
 
     function: Callable[..., Any]

@@ -118,7 +118,7 @@ class Policy:
     def wants(self, why: Why, optimizer: int, *, has_survived: bool, is_nan: bool, may_settle: bool) -> bool:
         """True if a failing step of an optimizer should be investigated.
 
-        ``has_survived``: an earlier step survived this loss scale or a higher one. ``is_nan``: the gradients have no inf.
+        ``has_survived``: an earlier step survived at least this loss scale. ``is_nan``: the gradients have no inf.
         ``may_settle``: a scaler withholds the step and can lower the scale without reaching fractions."""
         if why == "loss":
             is_first = optimizer not in self._lost_rows

@@ -297,7 +297,7 @@ def test_a_pin_by_name_on_a_copied_model_is_refused(write: Write) -> None:
         "Net", "for layer in self.layers:\n    x = layer(x)\nreturn x", "self.layers = nn.ModuleList([nn.GELU()])"
     )
     net = write(f"import copy\n\n\n{looped}def build():\n    model = Net()\n    return copy.deepcopy(model)\n")
-    (refused,) = net.planned(net.pin("layers.0", "x = layer(x)")).left
+    (refused,) = net.planned(net.pin("layers.0", "x = layer(x)")).unneeded_refusals
     assert refused.reason.startswith("no line of your code is known to create or call layers.0: a copied or unpickled")
 
 

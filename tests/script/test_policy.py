@@ -6,7 +6,7 @@ from ampdbg.script.failing_steps import MOST_OF_A_KIND, Policy
 
 def lost(policy: Policy, optimizer: int) -> bool:
     """Returns whether the policy wants a step with a non-finite loss; if so, replays the step."""
-    is_wanted = policy.wants("loss", optimizer, has_borne=False, is_nan=False, may_settle=True)
+    is_wanted = policy.wants("loss", optimizer, has_survived=False, is_nan=False, may_settle=True)
     if is_wanted:
         with policy.looking("loss"):
             pass
@@ -17,7 +17,7 @@ def row(policy: Policy, optimizer: int) -> list[int]:
     """Returns which steps, from 1 on, are replayed in a row in which only the gradients are not finite."""
     looked_at = []
     for skip in range(1, SKIPS_IN_A_ROW + 2):
-        if policy.wants("gradients", optimizer, has_borne=False, is_nan=False, may_settle=True):
+        if policy.wants("gradients", optimizer, has_survived=False, is_nan=False, may_settle=True):
             with policy.looking("gradients"):
                 looked_at.append(skip)
     return looked_at
@@ -37,7 +37,7 @@ def test_the_first_of_a_row_of_non_finite_losses_is_replayed_for_each_optimizer(
 def test_a_step_with_only_non_finite_gradients_ends_a_row_of_non_finite_losses() -> None:
     policy = Policy()
     assert lost(policy, 0)
-    policy.wants("gradients", 0, has_borne=False, is_nan=False, may_settle=True)
+    policy.wants("gradients", 0, has_survived=False, is_nan=False, may_settle=True)
     assert lost(policy, 0)
 
 
@@ -68,5 +68,5 @@ def test_a_step_whose_scale_cannot_settle_is_replayed_even_without_time_left() -
         for _ in range(1000):
             policy.ended()
         policy.waited = 1e6
-        is_wanted = policy.wants("gradients", 0, has_borne=True, is_nan=False, may_settle=may_settle)
+        is_wanted = policy.wants("gradients", 0, has_survived=True, is_nan=False, may_settle=may_settle)
         assert is_wanted is not may_settle
