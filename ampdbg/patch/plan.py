@@ -263,23 +263,23 @@ def planned(materials: PlanInputs, ways: Sequence[PlacementRule] = WAYS[0], unne
     """Return the patch for the pins.
 
     Each pin takes the first of ``ways`` that the code allows and that adds few other modules to FP32. The first wide
-    way is the fallback. Pins without a way go to ``refused``, or to ``unneeded_refusals`` if no trial needed them. Units titled in
-    ``unneeded`` are omitted; the proof decides if the rest is enough.
+    way is the fallback. Pins without a way go to ``refused``, or to ``unneeded_refusals`` if no trial needed them.
+    Units titled in ``unneeded`` are omitted; the proof decides if the rest is enough.
     """
     chosen: list[Placement] = []
     refused: list[Refused] = []
-    unneeded: list[Refused] = []
+    not_needed: list[Refused] = []
     for pin in materials.pins:
         placements, reasons = _best(pin, materials, ways)
         chosen += placements
-        (refused if pin.without else unneeded).extend(reasons)
+        (refused if pin.without else not_needed).extend(reasons)
     chosen = list(_merged(chosen, materials))
     parts = [part for part in _parts(chosen, materials) if _title(part) not in unneeded]
     chosen = [place for part in parts for place in part]
     units = tuple(map(_unit, parts))
     without = {_title(part): _rest([one for one in chosen if one not in part], materials) for part in parts}
     edits, more = _applied(chosen, materials)
-    return Patch(edits, units, without, (*refused, *more), tuple(unneeded))
+    return Patch(edits, units, without, (*refused, *more), tuple(not_needed))
 
 
 def constants_kept(constants: Sequence[Source], materials: PlanInputs) -> Patch:
