@@ -121,7 +121,7 @@ QUESTIONS: Mapping[str, Callable[[], Any]] = {
 """Questions to the driver come last: if one hangs, the questions before it have been answered."""
 
 
-def print_answers() -> None:
+def main() -> None:
     """Print a line of JSON for each question as soon as it is answered: its name, its answer, and its error or ""."""
     for name, question in QUESTIONS.items():
         reply, raised = None, ""

@@ -23,7 +23,7 @@ STEPS = ("step", "bare step")
 
 @dataclass(frozen=True)
 class LoopCall:
-    """A call of a training loop. ``about`` is the source of its optimizers; ``clears``: it clears gradients.
+    """A call of a training loop. ``optimizers`` is the source of its optimizers; ``clears``: it clears gradients.
 
     After a call of ``kind`` None nothing is known of gradients: it clears them, or is user code that may do anything.
     """
@@ -126,14 +126,16 @@ class TrainingLoop:
                 continue
             rewritten: set[int] = set()
             if call.kind == "backward":
-                about = _written_by(calls[number + 1 :], places)
-                rewritten = cleared & set(about)
+                optimizers = _written_by(calls[number + 1 :], places)
+                rewritten = cleared & set(optimizers)
                 cleared -= rewritten
             elif call.kind == "clip" and len(places) == 1:
-                about = tuple(places.values())
+                optimizers = tuple(places.values())
             line = ("", number, "")
-            made = Call(call.kind, 0, about, line, scalers.get(call.scaler, 0) if call.scaler else 0, tuple(rewritten))
-            if call.kind == "unscale" and about and all(order.gradients[one].unscaled for one in about):
+            made = Call(
+                call.kind, 0, optimizers, line, scalers.get(call.scaler, 0) if call.scaler else 0, tuple(rewritten)
+            )
+            if call.kind == "unscale" and optimizers and all(order.gradients[one].unscaled for one in optimizers):
                 found.append(LoopHit(order.code_of_second_unscale(made), call))
             found += [LoopHit(hit.code, calls[hit.call.line[1]]) for hit in order.hits(made) if hit.call.line]
         return found
@@ -235,10 +237,10 @@ def _call(facts: Facts, node: ast.Call) -> LoopCall | None:
 
 
 def _scalers(node: ast.Call, name: str, scaler: str) -> LoopCall | None:
-    about = tuple(map(ast.unparse, node.args[:1])) * (name in ("unscale_", "step"))
+    optimizers = tuple(map(ast.unparse, node.args[:1])) * (name in ("unscale_", "step"))
     if name == "update" and (node.args or argument(node, "new_scale")):
         return LoopCall(node, None)
-    return LoopCall(node, KINDS[name], about, scaler) if name in KINDS else None
+    return LoopCall(node, KINDS[name], optimizers, scaler) if name in KINDS else None
 
 
 def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:

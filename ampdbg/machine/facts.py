@@ -26,9 +26,7 @@ IMPORT_LIMIT = 90.0
 TOOL_LIMIT = 10.0
 """The time limit for NVIDIA's tools, in seconds. Without the persistence daemon, nvidia-smi wakes each GPU first."""
 
-ASK_TORCH = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ampdbg.environment import answer; answer()"
-)
+ASK_TORCH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ampdbg.environment import main; main()"
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def test_each_question_returns_its_answer_and_its_warning_or_error(
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(environment, "QUESTIONS", {"a": warns, "b": raises, "c": lambda: 3})
-    environment.print_answers()
+    environment.main()
     said = [json.loads(line)["ampdbg"] for line in capsys.readouterr().out.splitlines()]
     assert said == [
         ["a", 1, "the driver is too old"],
