@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -188,40 +187,50 @@ def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
     return bool((aim - values).abs().amax() < NEAR * values.abs().amax())
 
 
-@dataclass
 class FollowedAverage:
-    """The average of one parameter, followed from each find to the next; ``last`` is the latest find.
+    """The average of one parameter, followed from each find to the next beside a float32 twin.
 
-    ``every`` is the update interval in steps: the distance of the first two finds, 0 before the second find.
+    Attributes:
+        first, last: The first and the latest find.
+        steps: The steps between them.
+        every: The update interval in steps: the distance of the first two finds, 0 before the second find.
+        twin: The values that the average would have in float32, sampled and in float64.
     """
 
-    last: FoundAverage
-    step: int
-    steps: int = 0
-    wanted: float = 0.0
-    still: float = 0.0
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        self.first_decay = self.last.decay
-        self.is_to_move = torch.zeros_like(self.last.given.values, dtype=torch.bool)
-        self.has_moved = self.is_to_move.clone()
+    def __init__(self, found: FoundAverage, step: int) -> None:
+        self.first = self.last = found
+        self.step, self.steps, self.every = step, 0, 0
+        self.twin = found.given.values.clone()
+        self._has_moved = torch.zeros_like(self.twin, dtype=torch.bool)
 
     def add(self, now: FoundAverage, step: int) -> None:
-        """Compare the movement since the last find with that of a float32 average, rounded to the average's dtype."""
+        """Move the twin from the last find to this one."""
         self.every = self.every or step - self.step
         # If the decay changed in between, take the larger one: float32 moves at least that far.
         decay = max(self.last.decay, now.decay)
-        begun, kept = self.last.given.values, decay ** ((step - self.step) / self.every)
-        aim = (self.last.aim + now.aim) / 2.0
-        way = (kept * begun + (1.0 - kept) * aim).to(now.given.dtype).double() - begun
-        is_to_move, has_moved = way != 0, now.given.values != begun
-        self.is_to_move |= is_to_move
-        self.has_moved |= is_to_move & has_moved
-        squares = way.square()
-        wanted, still = torch.stack([squares.sum(), squares[~has_moved].sum()]).tolist()
-        self.wanted, self.still = self.wanted + wanted, self.still + still
+        self.twin.lerp_((self.last.aim + now.aim) / 2.0, 1.0 - decay ** ((step - self.step) / self.every))
+        self._has_moved |= now.given.values != self.first.given.values
         self.steps, self.last, self.step = self.steps + step - self.step, now, step
+
+    @property
+    def movement(self) -> Movement:
+        """The movement since the first find. Values closer to their parameter than a unit in the last place do not
+        count, because the average's dtype cannot show their movement. On a GPU this syncs."""
+        start, now = self.first.given.values, self.last.given.values
+        counts = (self.last.aim - start).abs() > torch.finfo(self.last.given.dtype).eps * start.abs()
+        way = counts * (self.twin - start)
+        sums = [counts.sum(), (counts & self._has_moved).sum(), way.square().sum(), (way * (now - start)).sum()]
+        return Movement(*torch.stack([one.double() for one in sums]).tolist())
+
+
+class Movement(NamedTuple):
+    """Of the ``entries`` that move in float32, ``moved`` have moved in half. ``wanted`` is the sum of squares of the
+    float32 movement, and ``made`` its product with the movement in half."""
+
+    entries: float
+    moved: float
+    wanted: float
+    made: float
 
 
 class Averages:
@@ -328,18 +337,19 @@ class Averages:
     @property
     def seen(self) -> tuple[KeptAverage, ...]:
         """The averages that would have moved in float32."""
+        followed = ((of, one, one.movement) for of, one in self._kept.items() if one.steps)
         return tuple(
             KeptAverage(
                 *self._names[of],
                 str(one.last.given.dtype).removeprefix("torch."),
                 decay=round(one.last.decay, 6),
                 steps=one.steps,
-                entries=int(one.is_to_move.sum()),
-                moved=int(one.has_moved.sum()),
-                lost=round(one.still / one.wanted, 4),
-                way=one.wanted,
-                first_decay=round(one.first_decay, 6),
+                entries=int(movement.entries),
+                moved=int(movement.moved),
+                lost=round(min(1.0, max(0.0, 1.0 - movement.made / movement.wanted)), 4),
+                way=movement.wanted,
+                first_decay=round(one.first.decay, 6),
             )
-            for of, one in self._kept.items()
-            if one.wanted
+            for of, one, movement in followed
+            if movement.wanted
         )

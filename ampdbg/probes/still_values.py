@@ -7,7 +7,7 @@ bitwise with its first sample, before a step. A GPU is synchronized only at the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,9 @@ class SampledValues:
         at_first: The values in the first sample.
         began: The optimizer's step count at the first sample; ``steps`` counts the steps since.
         rate: The sum of the learning rates until the first sample; ``rate_now`` is the sum until the last.
-        moved: True for changed values; ``driven`` counts finite nonzero gradients of each value in ``looks`` samples.
+        latest: The values in the last sample.
+        moved: True for changed values; ``driven`` counts finite nonzero gradients of each value in ``looks`` samples,
+            and ``slopes`` adds up their magnitudes.
         is_kept: True if the optimizer keeps a float32 master or the rounding error.
     """
 
@@ -56,29 +58,76 @@ class SampledValues:
     def __post_init__(self) -> None:
         self.moved = torch.zeros_like(self.at_first, dtype=torch.bool)
         self.driven, self.is_kept = self.moved.int(), self.moved.any()
+        self.latest, self.slopes = self.at_first, torch.zeros_like(self.at_first, dtype=torch.float32)
         self.looks, self.steps, self.rate_now = 0, 0, self.rate
 
     def look(self, now: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """Compare a new sample with the first. ``state`` has samples of the optimizer's state for the parameter."""
         self.looks += 1
+        self.latest = now.clone()
         self.moved |= now.view(torch.int16) != self.at_first.view(torch.int16)  # compare bits, so that NaN equals NaN
         self.driven += (gradient != 0) & gradient.isfinite()
+        self.slopes += gradient.float().abs().nan_to_num(0.0, 0.0)
         for key, values in state.items():
             is_master = (values.to(now.dtype) == now).all() if values.dtype is torch.float32 else self.is_kept
             self.is_kept = self.is_kept | is_master | bool(MASTER_STATE_NAMES.search(key))
 
     @property
-    def counted(self) -> torch.Tensor:
-        """True for values that count. They had a gradient in half of the samples. Steps as large as the learning rate
-        would have moved them by a unit in the last place."""
-        unit = self.at_first.float().abs() * torch.finfo(self.at_first.dtype).eps
-        return (2 * self.driven >= self.looks) & (unit <= float(self.rate_now - self.rate))
+    def has_gradients(self) -> torch.Tensor:
+        """True for values that had a gradient in half of the samples."""
+        return 2 * self.driven >= self.looks
 
     @property
-    def seen(self) -> StillParameter:
-        """The number of values that count, and of changed values with as many gradients."""
-        moved = self.moved & (2 * self.driven >= self.looks)
-        return StillParameter(self.name, self.kind, int(self.counted.sum()), int(moved.sum()), self.steps)
+    def reach(self) -> torch.Tensor:
+        """The learning rate of all steps together: how far a value goes if each step is as large as that."""
+        return torch.full_like(self.slopes, float(self.rate_now - self.rate))
+
+    @property
+    def slope(self) -> torch.Tensor:
+        """The mean magnitude of each value's gradient."""
+        return self.slopes / self.looks
+
+    def seen(self, law: StepLaw) -> StillParameter:
+        """Return the number of values that steps would have moved by a unit in the last place, and of changed values.
+        Both had a gradient in half of the samples."""
+        unit = self.at_first.float().abs() * torch.finfo(self.at_first.dtype).eps
+        counted = self.has_gradients & (unit <= law.distance(self))
+        moved = self.moved & self.has_gradients
+        return StillParameter(self.name, self.kind, int(counted.sum()), int(moved.sum()), self.steps)
+
+
+@dataclass(frozen=True)
+class StepLaw:
+    """How far an unknown optimizer moves a value: ``factor`` times the learning rates, or as in SGD, times the gradient
+    too (``by_gradient``)."""
+
+    factor: float = 1.0
+    by_gradient: bool = False
+
+    @staticmethod
+    def of(sampled: Sequence[SampledValues]) -> StepLaw:
+        """Return the law with the smaller spread over the values that have moved; steps as large as the learning rate
+        if these are too few."""
+        moved = [(one, one.moved & one.has_gradients & (one.reach > 0.0)) for one in sampled]
+        ways = [(one.latest.float() - one.at_first.float()).abs()[of] for one, of in moved]
+        way = torch.cat([torch.empty(0), *(one.cpu() for one in ways)])
+        if int((way > 0.0).sum()) < LEAST_VALUES:
+            return StepLaw()
+        reach, slope = (
+            torch.cat([values(one)[of].cpu() for one, of in moved])[way > 0.0]
+            for values in (lambda one: one.reach, lambda one: one.slope)
+        )
+        ratios = (way[way > 0.0] / reach).log(), (way[way > 0.0] / (reach * slope)).log()
+        by_rate, by_gradient = (one[one.isfinite()] for one in ratios)
+        is_by_gradient = bool(by_gradient.std() < by_rate.std())
+        return StepLaw(float((by_gradient if is_by_gradient else by_rate).median().exp()), is_by_gradient)
+
+    def distance(self, sampled: SampledValues) -> torch.Tensor:
+        """Return how far the law moves each value, at most. Steps in one direction go further than the typical ones
+        that turn around, but none of a normalized optimizer is larger than the learning rate."""
+        if self.by_gradient:
+            return sampled.reach * sampled.slope * self.factor
+        return sampled.reach
 
 
 class StillValues:
@@ -116,7 +165,9 @@ class StillValues:
     @property
     def still(self) -> Iterator[StillParameter]:
         """The parameters with almost no changed values, in kinds with enough values that count."""
-        known = [one.seen for one in self._sampled.values() if one.steps >= LEAST_STEPS and not bool(one.is_kept)]
+        law = StepLaw.of([*self._sampled.values()])
+        old_enough = [one for one in self._sampled.values() if one.steps >= LEAST_STEPS]
+        known = [one.seen(law) for one in old_enough if not bool(one.is_kept)]
         still = [one for one in known if one.moved <= MOVED * one.entries]
         for kind in dict.fromkeys(one.kind for one in still):
             of_it = [one for one in still if one.kind == kind and one.entries]

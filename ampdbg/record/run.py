@@ -462,7 +462,7 @@ class KeptAverage:
         steps: number of steps in all windows that were compared with float32.
         entries, moved: sampled values that move in float32, and how many moved in half.
         way: sum of squares of the movement in float32.
-        lost: share of ``way`` that belongs to values that did not move.
+        lost: share of the float32 movement that the average did not make.
     """
 
     name: str
