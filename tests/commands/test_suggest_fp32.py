@@ -306,12 +306,13 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert result.code == 2
     assert "Commit or stash them, or use --force" in result.stderr
-    assert "run it again, with the patch" not in result.stderr
+    assert "rerun with the patch" not in result.stderr
     last = result.stderr.splitlines()[-1].replace("\\", "/")
     assert last.startswith("the findings so far: ampdbg report .ampdbg/")
     assert f"\nthe patch is in {saved('*.patch').as_posix()}\n" in result.stderr.replace("\\", "/")
     assert Path("model.py").read_bytes() == BEFORE
-    assert here("suggest-fp32", "config.yaml", "--apply", "--force").code == 0
+    forced = here("suggest-fp32", "config.yaml", "--apply", "--force")
+    assert (forced.code, "rerun with the patch" in forced.stderr) == (0, True)
     assert Path("model.py").read_bytes() == AFTER
 
 

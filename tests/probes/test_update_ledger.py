@@ -1004,11 +1004,16 @@ def test_a_scan_records_updates_unless_the_scaler_refuses_half_gradients(tmp_pat
     assert (refused.autocast_error.code, refused.updates) == ("misuse-half-parameters", None)
 
 
-def test_the_public_watch_has_no_updates_without_steps() -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_public_watch_has_updates_if_the_optimizer_stepped(steps: int) -> None:
     net = Net().to(HALF)
-    with ampdbg.watch(net, adamw(net)) as watched:
-        pass
-    assert watched.record().updates is None
+    optimizer = adamw(net)
+    with ampdbg.watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, steps):
+            loss.backward()
+            optimizer.step()
+    updates = watched.record().updates
+    assert (updates.steps if updates is not None else 0) == steps
 
 
 # Stored dtypes

@@ -316,12 +316,19 @@ def test_a_proof_leaves_another_prepared_run_unpatched(tmp_path: Path) -> None:
     config = written(tmp_path)
     failing = failing_steps(config)
     with prepared(config) as run:
-        before = run.workload.losses(next(run.workload.batches()))
+
+        def losses() -> list[torch.Tensor]:
+            """In FP32 and in FP16. Only with the patch both are finite."""
+            batch = next(run.workload.batches())
+            with torch.autocast(run.device.type, dtype=torch.float16):
+                low = run.workload.losses(batch)["loss"]
+            return [run.workload.losses(batch)["loss"], low]
+
+        before = losses()
         assert proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing).passed
-        with torch.autocast(run.device.type, dtype=torch.float16):
-            after = run.workload.losses(next(run.workload.batches()))
-    assert torch.isfinite(before["loss"])
-    assert torch.isnan(after["loss"])
+        after = losses()
+    assert [loss.isfinite().item() for loss in before] == [True, False]
+    assert [loss.isfinite().item() for loss in after] == [True, False]
 
 
 @pytest.mark.slow

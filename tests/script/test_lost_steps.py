@@ -450,14 +450,15 @@ loss."""
 ROOT = "return x.float().pow(2).sum(-1, keepdim=True).sqrt()"
 HALF = "return (x.half() * x.half()).sum(-1, keepdim=True).sqrt()"
 ADDED = "loss = loss + (outputs * 0.0).float().pow(2).sum().sqrt()"
+SETTLED = "Healthy: 2 of 48 steps skipped while the loss scale settled at 16,384"
 TOLD: dict[tuple[str, str], tuple[str, list[int], str, list[int], str]] = {
     ("root", "module"): ("other", [26, 40], "true-nan", [26, 40], ROOT),
     ("early", "module"): ("other", [9], "true-nan", [9], ROOT),
     ("first", "module"): ("other", [0], "true-nan", [0], ROOT),
     ("early", "function"): ("other", [9], "true-nan", [9], ROOT),
     ("half", "function"): ("precision", [9], "eps-underflow", [9], HALF),
-    ("steep", "module"): ("healthy", [26, 40], "scale-calibration", [26, 40], ""),
-    ("steep", "function"): ("healthy", [26, 40], "scale-calibration", [26, 40], ""),
+    ("steep", "module"): ("healthy", [26, 40], "scale-calibration", [26, 40], SETTLED),
+    ("steep", "function"): ("healthy", [26, 40], "scale-calibration", [26, 40], SETTLED),
     ("beside", "function"): ("other", [9], "true-nan", [9], ADDED),
 }
 """The verdict, the skipped steps, the finding, the replayed steps, and the text on the page."""

@@ -80,20 +80,22 @@ print("saved")
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
+    ("text", "code", "stdout"),
     [
-        ("import os\nos.kill(os.getpid(), 15)", -signal.SIGTERM),
-        ("import os\nos.kill(os.getpid(), 1)", -signal.SIGHUP),
-        (CHECKPOINT, 0),
-        (CALLS_WHAT_WAS_THERE, -signal.SIGTERM),
-        (RESTORES, -signal.SIGHUP),
-        (IMPORTED_BEFORE, 0),
+        ("import os\nos.kill(os.getpid(), 15)\nprint('not reached')", -signal.SIGTERM, ""),
+        ("import os\nos.kill(os.getpid(), 1)\nprint('not reached')", -signal.SIGHUP, ""),
+        (CHECKPOINT, 0, "saved [15]\n"),
+        (CALLS_WHAT_WAS_THERE, -signal.SIGTERM, "stopping\n"),
+        (RESTORES, -signal.SIGHUP, "True\nTrue\n"),
+        (IMPORTED_BEFORE, 0, "saved\n"),
     ],
     ids=["SIGTERM", "SIGHUP", "own handler", "calls the one before", "restores", "imported before"],
 )
-def test_a_signal_acts_as_under_python_and_the_record_is_written(tmp_path: Path, text: str, code: int) -> None:
+def test_a_signal_acts_as_under_python_and_the_record_is_written(
+    tmp_path: Path, text: str, code: int, stdout: str
+) -> None:
     python, watched = both(tmp_path, text)
-    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (code, python.stdout)
+    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (code, stdout)
     script = read_record(tmp_path / "r.json").script
     assert script is not None
     assert script.exit_code == (code if code >= 0 else 128 - code)

@@ -272,6 +272,20 @@ def test_the_recorded_gradient_norm_is_the_same_with_and_without_clipping(tmp_pa
     assert free.steps[0].grad_norm == clipped.steps[0].grad_norm
 
 
+def test_clip_grad_norm_limits_the_unscaled_gradients(tmp_path: Path) -> None:
+    keys = {"precision": {"loss_scale": 1024}, "train": {"steps": 1, "clip_grad_norm": 1e-2}}
+    optimizer = ("torch.optim:SGD", {"lr": 1.0})
+    with prepared(written(tmp_path, WORKLOAD, model="Net", data="data", loss=LOSS, optimizer=optimizer, **keys)) as run:
+        parameters = list(run.workload.model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        record = train_prepared(run, observer=UNOBSERVED, command="scan", replays=0)
+        change = torch.nn.utils.get_total_norm(
+            [new.detach() - old for new, old in zip(parameters, before, strict=True)]
+        )
+    assert (record.steps[0].grad_norm or 0.0) > 0.1
+    assert change.item() == pytest.approx(1e-2, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_gradient_groups_of_a_skipped_step_are_counted_before_clipping(tmp_path: Path) -> None:
     scale = {"loss_scale": 2.0**24}
