@@ -44,7 +44,9 @@ class Faked:
             options["observer"].stage("planning the patch")
         search = self.found.record.search
         searched = replace(search, strategy=options["strategy"]) if search is not None else None
-        return handed(replace(self.found, record=replace(self.found.record, search=searched)), form=options["form"])
+        return with_handover(
+            replace(self.found, record=replace(self.found.record, search=searched)), form=options["form"]
+        )
 
 
 Fake = Callable[..., Faked]
@@ -58,14 +60,14 @@ def fake(here: Here) -> Fake:
 
     def put(record: Record | None = None, made: Suggestion | None = None, **fields: Any) -> Faked:
         made = made or (suggestion(here.folder) if record is None else without_patch(here.folder, record))
-        faked = Faked(handed(made, **fields))
+        faked = Faked(with_handover(made, **fields))
         here.monkeypatch.setattr(suggestions, "suggest", faked)
         return faked
 
     return put
 
 
-def handed(made: Suggestion, **fields: Any) -> Suggestion:
+def with_handover(made: Suggestion, **fields: Any) -> Suggestion:
     assert made.record.handover is not None
     return replace(made, record=replace(made.record, handover=replace(made.record.handover, **fields)))
 

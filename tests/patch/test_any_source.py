@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ampdbg.patch.edits import LinePin, edit_source
 from ampdbg.patch.statements import NamesSeen
 from ampdbg.source.source_file import read_source
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.source.test_source_file import SHORT, corpus, name_of
 
 
@@ -26,7 +26,7 @@ def seen_in(source: bytes) -> NamesSeen:
     return NamesSeen(dict(names))
 
 
-@pytest.mark.parametrize("file", slow_but_for(SHORT, filter(operations, corpus())), ids=name_of)
+@pytest.mark.parametrize("file", slow_except(SHORT, filter(operations, corpus())), ids=name_of)
 def test_pinning_arbitrary_operations_gives_a_file_that_parses(file: Path) -> None:
     """The edits parse, and a file whose lines are not all refused is edited."""
     source, lines = file.read_bytes(), operations(file)

@@ -26,9 +26,9 @@ from tests.proof.overflowing import (
     IN_FP32,
     NET,
     OVERFLOWS,
-    begun_here,
     failing_steps,
     proven,
+    run_in_this_process,
     step_of,
     written,
 )
@@ -39,7 +39,7 @@ TITLE = "line 15 of net.py"
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts no process, which takes seconds: the tests check the results of the experiments."""
-    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
+    monkeypatch.setattr(FreshProcesses, "__call__", run_in_this_process)
 
 
 def failed(proof: Proof) -> list[str]:
