@@ -156,7 +156,7 @@ def _work(program: str, arguments: list[str]) -> NoReturn:
 # Processes that a forked process starts
 
 
-def fork_what_is_fresh() -> None:
+def fork_fresh_processes() -> None:
     """From now on this process forks its fresh processes from a copy of its current state."""
     ours, theirs = socket.socketpair()
     if (child := os.fork()) == 0:
@@ -182,7 +182,7 @@ class Forked:
         reading, said = os.pipe()
         heard, writing = os.pipe()
         self._ended, ends = os.pipe()
-        prepared = "import os, tests.forking; tests.forking.fork_what_is_fresh(); "
+        prepared = "import os, tests.forking; tests.forking.fork_fresh_processes(); "
         program = f"{prepared}os.chdir({str(cwd or Path.cwd())!r}); {command[2]}"
         files = [writing, 2 if stderr is None else stderr.fileno(), ends, reading]
         socket.send_fds(server, [pickle.dumps((program, command[3:]))], files)

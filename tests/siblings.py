@@ -6,6 +6,6 @@ from typing import Any
 import pytest
 
 
-def slow_but_for(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+def slow_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """All values as parameters; values that are not in ``quick`` are slow."""
     return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]

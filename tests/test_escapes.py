@@ -68,7 +68,7 @@ def searched(text: str) -> Record:
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("make", [record_of, searched])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_no_format_lets_a_name_out_of_its_place(format_: str, make: object, text: str) -> None:
+def test_no_format_prints_control_characters_or_lines_from_a_name(format_: str, make: object, text: str) -> None:
     record = make(text)  # type: ignore[operator]
     drawn = written(record, CommandContext(text, text, "/home/me"), Look(80, color=False, unicode=True), format_)
     assert all(line.isprintable() for line in drawn.splitlines())

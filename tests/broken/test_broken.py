@@ -11,7 +11,7 @@ from ampdbg.config.file import load_config
 from ampdbg.record.file import read_record
 from ampdbg.workload.build import build_workload
 from tests.broken.cases import BROKEN, BROKEN_CONFIGS, HEALTHY, Broken
-from tests.commands.program import Here, Result, start_anew
+from tests.commands.program import Here, Result, start_fresh
 
 PACKAGE = str(Path(ampdbg.__file__).parent)
 """Not the bare name: a clone, and the environment inside it, lie in a folder called ampdbg."""
@@ -53,4 +53,4 @@ def test_a_mistake_gives_one_message_and_exit_code_2(case: Broken, here: Here) -
 def test_the_same_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
     case = next(case for case in BROKEN if case.name == name)
     case.write(tmp_path)
-    check(case, start_anew(tmp_path, "scan", "config.yaml"))
+    check(case, start_fresh(tmp_path, "scan", "config.yaml"))

@@ -72,9 +72,9 @@ sys.path.insert(0, "")  # as python -m has it
 sys.argv = ["ampdbg", *arguments]
 for stream in (sys.stdout, sys.stderr):
     stream.reconfigure(encoding=variables["PYTHONIOENCODING"], errors="backslashreplace")
-from tests.forking import fork_what_is_fresh
+from tests.forking import fork_fresh_processes
 if arguments and arguments[0] in ("bisect", "replay", "suggest-fp32"):
-    fork_what_is_fresh()
+    fork_fresh_processes()
 from ampdbg.__main__ import main
 main()
 """
@@ -104,7 +104,7 @@ def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variable
     On Linux, forks it from a process that has imported torch, since the import takes seconds.
     """
     if flags or sys.platform != "linux" or variables.get("OMP_NUM_THREADS", THREADS) != THREADS:
-        return start_anew(folder, *arguments, flags=flags, **variables)
+        return start_fresh(folder, *arguments, flags=flags, **variables)
     return _forked(FORKED, [str(folder), environment(**variables), arguments])
 
 
@@ -126,7 +126,7 @@ def _forked(program: str, task: list[Any]) -> Result:
         return Result(code, output, errors.read().decode("utf-8", "replace"))
 
 
-def start_anew(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:
+def start_fresh(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:
     """Like :func:`start`, but in a new Python process, with ``flags`` and a normal exit."""
     done = subprocess.run(
         command(*arguments, flags=flags),

@@ -147,7 +147,7 @@ def test_text_follows_the_encoding_of_stdout_and_other_formats_are_utf_8(
 
 @pytest.mark.parametrize("form", ["text", "json", "markdown", "sarif"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_no_format_lets_a_name_out_of_its_place(form: str, text: str, here: Here) -> None:
+def test_compare_escapes_hostile_names_in_every_format(form: str, text: str, here: Here) -> None:
     write_record(healthy(), Path("a.json"))
     write_record(record_of(text), Path("b.json"))
     result = here("compare", "a.json", "b.json", "--format", form)

@@ -17,7 +17,7 @@ from ampdbg.environment import QUESTIONS
 from ampdbg.machine import facts
 from ampdbg.machine.facts import Machine
 from ampdbg.machine.judgments import judged
-from tests.commands.program import ROOT, Here, Result, imported_by, start_anew
+from tests.commands.program import ROOT, Here, Result, imported_by, start_fresh
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the tools are faked by shell scripts")
 
@@ -55,20 +55,20 @@ def tool(folder: Path, name: str, script: str) -> str:
     return f"{path.parent}{os.pathsep}{os.environ['PATH']}"
 
 
-def beside(folder: Path, site: str) -> str:
+def with_sitecustomize(folder: Path, site: str) -> str:
     """Writes a sitecustomize and returns the PYTHONPATH that finds it."""
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(site)
     return os.pathsep.join([str(folder / "site"), str(ROOT)])
 
 
-def told(result: Result, code: int = 0) -> str:
+def page_text(result: Result, code: int = 0) -> str:
     """Asserts the exit code and an empty stderr; returns the page as one line."""
     assert (result.code, result.stderr) == (code, "")
     return " ".join(result.stdout.split())
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, *lines: Any, then: str = "") -> None:
+def fake_torch_answers(monkeypatch: pytest.MonkeyPatch, *lines: Any, then: str = "") -> None:
     """Makes the process that imports torch print these answers."""
     printed = "".join(json.dumps({"ampdbg": line}) + "\n" for line in lines)
     program = f"import sys, time; sys.stdout.write({printed!r}); sys.stdout.flush(); {then}"
@@ -77,7 +77,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, *lines: Any, then: str = "") -> N
 
 def with_tools(monkeypatch: pytest.MonkeyPatch, folder: Path, **scripts: str) -> None:
     """Puts these tools first on the PATH, lets torch import, and unsets the CUDA variables."""
-    answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
+    fake_torch_answers(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
     for name, script in scripts.items():
         monkeypatch.setenv("PATH", tool(folder, name.replace("_", "-"), script))
     for variable in ("CUDA_HOME", "CUDA_PATH"):
@@ -85,7 +85,7 @@ def with_tools(monkeypatch: pytest.MonkeyPatch, folder: Path, **scripts: str) ->
 
 
 def test_doctor_json_has_facts_and_lines_and_its_process_does_not_import_torch(tmp_path: Path) -> None:
-    result = start_anew(tmp_path, "doctor", "--json", flags=("-X", "importtime"))
+    result = start_fresh(tmp_path, "doctor", "--json", flags=("-X", "importtime"))
     data = json.loads(result.stdout)
     assert (data["format"], data["version"], result.code) == ("ampdbg.doctor", 1, 0)
     assert not imported_by(result) & {"torch", "ampdbg.environment"}
@@ -103,9 +103,9 @@ def test_a_driver_that_raises_is_reported_within_40_lines_of_80_columns(
 ) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi reports a GPU of this machine
     raised = "CUDA error: unknown error"
-    answering(monkeypatch, ["imported", "2.13.0", ""], ["gpus", None, raised], ["device", None, raised])
+    fake_torch_answers(monkeypatch, ["imported", "2.13.0", ""], ["gpus", None, raised], ["device", None, raised])
     result = here("doctor")
-    text = told(result)
+    text = page_text(result)
     assert "? GPU CUDA error: unknown error" in text
     assert "✗ torch 2.13.0, built" in text
     assert "asked for its device: CUDA error: unknown error" in text
@@ -119,7 +119,7 @@ def test_an_old_gpu_is_judged_by_the_compute_capability_from_nvidia_smi(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_tools(monkeypatch, tmp_path, nvidia_smi=OLD)
-    text = told(here("doctor"))
+    text = page_text(here("doctor"))
     assert "2 x NVIDIA GeForce GTX 1080 (compute capability 6.1)" in text
     assert "none: it starts at 7.0, this is 6.1; FP16 saves memory here, but hardly any time" in text
     assert "none: it starts at 8.0, this is 6.1" in text
@@ -128,7 +128,7 @@ def test_an_old_gpu_is_judged_by_the_compute_capability_from_nvidia_smi(
 def test_a_failing_nvidia_smi_reports_its_message(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_tools(monkeypatch, tmp_path, nvidia_smi=BROKEN)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))
-    text = told(here("doctor"))
+    text = page_text(here("doctor"))
     assert "✗ GPU nvidia-smi: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver." in text
 
 
@@ -144,8 +144,8 @@ def test_doctor_without_torch_exits_with_2_and_still_reports_the_gpu(tmp_path: P
             if not item.name.startswith(("torch", "ampdbg", "__editable__")) and not (packages / item.name).exists():
                 (packages / item.name).symlink_to(item)
     path = os.pathsep.join([str(packages), str(ROOT)])
-    result = start_anew(tmp_path, "doctor", flags=("-S",), PYTHONPATH=path, PATH=tool(tmp_path, "nvidia-smi", OLD))
-    text = told(result, 2)
+    result = start_fresh(tmp_path, "doctor", flags=("-S",), PYTHONPATH=path, PATH=tool(tmp_path, "nvidia-smi", OLD))
+    text = page_text(result, 2)
     assert text.startswith("✗ ampdbg cannot run on this machine. ✗ torch not installed; ampdbg needs it")
     assert "pip install torch" in text
     assert "GTX 1080" in text
@@ -162,7 +162,9 @@ def test_doctor_without_torch_exits_with_2_and_still_reports_the_gpu(tmp_path: P
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_reported_with_the_reason(error: str, said: str, tmp_path: Path) -> None:
-    text = told(start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, BLOCKED.format(error=error))), 2)
+    text = page_text(
+        start_fresh(tmp_path, "doctor", PYTHONPATH=with_sitecustomize(tmp_path, BLOCKED.format(error=error))), 2
+    )
     assert f"torch {INSTALLED} cannot be imported: {said}" in text
 
 
@@ -170,13 +172,13 @@ def test_a_torch_and_tools_that_hang_are_abandoned_after_their_time_limits(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", HANGS))
-    monkeypatch.setenv("PYTHONPATH", beside(tmp_path, "import time; time.sleep(600)"))
+    monkeypatch.setenv("PYTHONPATH", with_sitecustomize(tmp_path, "import time; time.sleep(600)"))
     monkeypatch.setattr(facts, "TOOL_LIMIT", 0.2)
     monkeypatch.setattr(facts, "IMPORT_LIMIT", 0.3)
     tool(tmp_path, "nvcc", HANGS)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
-    text = told(here("doctor"), 2)
+    text = page_text(here("doctor"), 2)
     assert f"torch {INSTALLED} cannot be imported: no answer within 0.3 s" in text
     assert "GPU nvidia-smi: no answer within 0.2 s" in text
     assert "nvcc no answer within 0.2 s" in text
@@ -230,7 +232,9 @@ def test_answers_given_before_a_driver_hangs_are_kept(monkeypatch: pytest.Monkey
         ["hip", None, ""],
         ["flags", {"cudnn.allow_tf32": True}, ""],
     ]
-    answering(monkeypatch, *lines, then='sys.stdout.write(\'{"ampdbg": ["gp\'); sys.stdout.flush(); time.sleep(600)')
+    fake_torch_answers(
+        monkeypatch, *lines, then='sys.stdout.write(\'{"ampdbg": ["gp\'); sys.stdout.flush(); time.sleep(600)'
+    )
     monkeypatch.setattr(facts, "IMPORT_LIMIT", 1.0)
     seen = facts.this_machine().torch
     assert (seen.cuda, seen.flags, seen.device) == ("13.0", {"cudnn.allow_tf32": True}, "")

@@ -11,7 +11,7 @@ import pytest
 
 from ampdbg.lint import engine
 from ampdbg.lint.settings import Settings
-from tests.commands.program import ROOT, Here, imported_by, start_anew
+from tests.commands.program import ROOT, Here, imported_by, start_fresh
 from tests.report.test_sarif import mistakes
 
 CLIPS = """\
@@ -363,7 +363,7 @@ def test_lint_with_several_processes_keeps_the_order_of_the_files(here: Here) ->
 
 def test_lint_imports_neither_torch_nor_libcst(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLIPS)
-    done = start_anew(tmp_path, "lint", "train.py", flags=("-X", "importtime"))
+    done = start_fresh(tmp_path, "lint", "train.py", flags=("-X", "importtime"))
     assert done.code == 1
     assert not {"torch", "libcst"} & imported_by(done)
 

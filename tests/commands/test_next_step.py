@@ -57,7 +57,7 @@ def test_options_after_the_script_are_passed_to_the_script(tmp_path: Path) -> No
     (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n", encoding="utf-8")
     ended = start(tmp_path, "run", "train.py", "--quiet", "--record=x.json")
     assert (ended.code, ended.stdout) == (0, "['--quiet', '--record=x.json']\n")
-    assert "stood behind" not in ended.stderr
+    assert "so the script got it" not in ended.stderr
 
 
 @pytest.mark.parametrize(("precision", "is_said"), [("fp16", True), ("bf16", False)])

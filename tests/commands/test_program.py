@@ -19,7 +19,7 @@ import ampdbg
 from ampdbg.files import TEMPORARY
 from ampdbg.record.file import from_json, read_record
 from ampdbg.record.run import Step
-from tests.commands.program import command, environment, start, start_anew
+from tests.commands.program import command, environment, start, start_fresh
 from tests.observing import observing
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")
@@ -100,7 +100,7 @@ def test_a_healthy_scan_exits_with_0_and_report_repeats_its_first_lines(folder: 
 @pytest.mark.slow
 def test_json_prints_only_the_record_on_stdout_even_if_user_code_prints(folder: Path) -> None:
     loud = ("--set", "data.args.loud=true", "--set", "model.args.gain=1e5")
-    result = start_anew(folder, "scan", "c.yaml", "--json", *loud)
+    result = start_fresh(folder, "scan", "c.yaml", "--json", *loud)
     assert result.code == 1, result.stderr
     record = from_json(result.stdout)
     assert (len(record.steps), record.findings[0].phase) == (3, "forward")
@@ -176,7 +176,7 @@ def test_an_interrupted_run_exits_with_130_and_leaves_a_record_and_a_report(
 
 
 @contextlib.contextmanager
-def gone() -> Iterator[int]:
+def closed_pipe() -> Iterator[int]:
     """The write end of a pipe whose read end is closed."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -188,7 +188,7 @@ def gone() -> Iterator[int]:
 @posix
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_closed_stdout_or_stderr_pipe_does_not_fail_the_scan(stream: str, folder: Path) -> None:
-    with gone() as writing:
+    with closed_pipe() as writing:
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writing}
         ran = subprocess.run(
             command("scan", "c.yaml"), cwd=folder, env=environment(), timeout=60, check=False, **streams
@@ -286,7 +286,7 @@ def test_a_command_without_a_run_exits_with_2_if_stdout_is_full(arguments: str, 
 @posix
 @pytest.mark.parametrize(("arguments", "code"), [("--help", 0), ("--version", 0), ("explain", 0), ("scan --nope", 2)])
 def test_a_closed_pipe_keeps_the_exit_code_and_prints_no_error(arguments: str, code: int, tmp_path: Path) -> None:
-    with gone() as writing:
+    with closed_pipe() as writing:
         out, error = (subprocess.PIPE, writing) if code else (writing, subprocess.PIPE)
         given = command(*arguments.split())
         done = subprocess.run(given, cwd=tmp_path, env=environment(), stdout=out, stderr=error, check=False)
@@ -396,5 +396,5 @@ def test_an_interrupt_during_the_torch_import_is_not_raised_inside_the_import(tm
     (tmp_path / "c.yaml").write_text("model: {target: w.py:Net}\ndata: {target: w.py:batches}\n")
     (tmp_path / "w.py").write_text("class Net: ...\ndef batches(): ...\n")
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    result = start_anew(tmp_path, "scan", "c.yaml", "--quiet", PYTHONPATH=path)
+    result = start_fresh(tmp_path, "scan", "c.yaml", "--quiet", PYTHONPATH=path)
     assert (result.code, result.stdout, result.stderr) == (130, "", "interrupted: nothing was recorded\n")

@@ -130,9 +130,3 @@ def test_every_command_names_the_path_and_the_key_of_a_damaged_record(here: Here
     assert result.stderr.startswith(
         'error: r.json: a damaged record: search.tried: got "often"; needed: a valid integer'
     )
-
-
-def test_report_names_the_path_of_a_truncated_record(here: Here) -> None:
-    Path("r.json").write_text(to_json(healthy())[:100], encoding="utf-8")
-    result = here.refused("report", "r.json")
-    assert result.stderr.startswith("error: r.json: not a record: EOF while parsing a string at line ")

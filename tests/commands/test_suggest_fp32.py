@@ -44,7 +44,9 @@ class Faked:
             options["observer"].stage("planning the patch")
         search = self.found.record.search
         searched = replace(search, strategy=options["strategy"]) if search is not None else None
-        return handed(replace(self.found, record=replace(self.found.record, search=searched)), form=options["form"])
+        return with_handover(
+            replace(self.found, record=replace(self.found.record, search=searched)), form=options["form"]
+        )
 
 
 Fake = Callable[..., Faked]
@@ -58,14 +60,14 @@ def fake(here: Here) -> Fake:
 
     def put(record: Record | None = None, made: Suggestion | None = None, **fields: Any) -> Faked:
         made = made or (suggestion(here.folder) if record is None else without_patch(here.folder, record))
-        faked = Faked(handed(made, **fields))
+        faked = Faked(with_handover(made, **fields))
         here.monkeypatch.setattr(suggestions, "suggest", faked)
         return faked
 
     return put
 
 
-def handed(made: Suggestion, **fields: Any) -> Suggestion:
+def with_handover(made: Suggestion, **fields: Any) -> Suggestion:
     assert made.record.handover is not None
     return replace(made, record=replace(made.record, handover=replace(made.record.handover, **fields)))
 
@@ -306,12 +308,13 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert result.code == 2
     assert "Commit or stash them, or use --force" in result.stderr
-    assert "run it again, with the patch" not in result.stderr
+    assert "rerun with the patch" not in result.stderr
     last = result.stderr.splitlines()[-1].replace("\\", "/")
     assert last.startswith("the findings so far: ampdbg report .ampdbg/")
     assert f"\nthe patch is in {saved('*.patch').as_posix()}\n" in result.stderr.replace("\\", "/")
     assert Path("model.py").read_bytes() == BEFORE
-    assert here("suggest-fp32", "config.yaml", "--apply", "--force").code == 0
+    forced = here("suggest-fp32", "config.yaml", "--apply", "--force")
+    assert (forced.code, "rerun with the patch" in forced.stderr) == (0, True)
     assert Path("model.py").read_bytes() == AFTER
 
 

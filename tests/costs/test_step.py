@@ -183,7 +183,7 @@ def test_a_tensor_subclass_counts_only_its_parts_that_are_tensors() -> None:
     assert bytes_of([Meshed(part, part)]) == 3 * 4
 
 
-def exact(config: Path, level: str) -> PassUse:
+def verified_use(config: Path, level: str) -> PassUse:
     with prepared(load_config(config, (f"precision.level={level}", "train.device=cpu"))) as run:
         use = used(run)
         assert use.activations + use.casts == counted(run)
@@ -203,14 +203,14 @@ def timm_vit(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_o1_keeps_at_most_60_percent_of_the_fp32_activations_of_a_timm_vit(tmp_path: Path) -> None:
-    fp32, o1 = (exact(timm_vit(tmp_path), level) for level in ("O0", "O1"))
+    fp32, o1 = (verified_use(timm_vit(tmp_path), level) for level in ("O0", "O1"))
     assert 0.5 < o1.activations / fp32.activations <= 0.6
     assert o1.flops["float16"] == sum(fp32.flops.values())
 
 
 def test_activation_and_cast_bytes_of_the_vit_example_are_exact(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    kept = {level: exact(ROOT / "configs" / "vit.yaml", level) for level in ("O0", "O1", "O2")}
+    kept = {level: verified_use(ROOT / "configs" / "vit.yaml", level) for level in ("O0", "O1", "O2")}
     # Autocast does not halve attention's share: it keeps the softmax in FP32 and a copy of it in half.
     assert [use.activations for use in kept.values()] == [5_206_532, 3_418_244, 2_604_036]
     assert [use.casts for use in kept.values()] == [0, 173_312, 0]

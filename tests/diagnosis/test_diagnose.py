@@ -83,7 +83,7 @@ def cured(at: Replay, scale: float, **changes: Any) -> Replay:
     return replace(at, scale=scale, producers=(), grad_norm=1.0, gradients=(), **changes)
 
 
-def of_gradients(step: int, low: Replay, fp32: Replay, *at_lower: Replay, **fields: Any) -> Investigation:
+def gradient_investigation(step: int, low: Replay, fp32: Replay, *at_lower: Replay, **fields: Any) -> Investigation:
     return Investigation(step, "gradients", low, fp32, at_lower=at_lower, loss=1.0, **fields)
 
 
@@ -108,14 +108,14 @@ def test_a_skip_without_an_explanation_is_healthy_but_not_called_normal() -> Non
         assert found.evidence.get("unexplained") == (None if is_normal else [52])
 
 
-def of_nan_alone(step: Step) -> Step:
+def with_nan_only(step: Step) -> Step:
     counts = (ParameterCounts(GROUPS[0], inf=0, nan=4, size=4),)
     return replace(step, groups=(GroupOverflow(0, GROUPS[0], counts),))
 
 
 def test_a_skip_with_nan_but_no_inf_at_the_start_or_after_a_taken_step_is_not_called_normal() -> None:
     steps = steps_of("xx....xx.....")
-    of_nan = [[of_nan_alone(step) if step.step == at else step for step in steps] for at in (0, 1, 6, 7)]
+    of_nan = [[with_nan_only(step) if step.step == at else step for step in steps] for at in (0, 1, 6, 7)]
     for made, told in zip((steps, *of_nan), (None, [0], None, [6], None), strict=True):
         record = diagnosed(made)
         (found,) = record.findings
@@ -317,9 +317,9 @@ def test_gradients_infinite_at_every_scale_blame_an_op_that_reaches_gradients() 
     layer = replace(OVERFLOWS, module="layer", fp32_largest=2e5, reaches_gradients=True)
     for producers, blamed in (((matcher, layer), ("layer", "gradient-overflow")), ((matcher,), ("matcher", None))):
         at_one = low(scale=1.0, producers=producers)
-        found = diagnosed("x" * 8, of_gradients(4, low(producers=producers), FP32, low(scale=256.0), at_one)).findings[
-            0
-        ]
+        found = diagnosed(
+            "x" * 8, gradient_investigation(4, low(producers=producers), FP32, low(scale=256.0), at_one)
+        ).findings[0]
         assert (found.module, found.code) == (blamed[0], blamed[1] or "forward-overflow")
 
 
@@ -365,12 +365,12 @@ def test_frequent_skips_up_to_the_end_are_not_called_normal_without_a_replay() -
     # Many later steps without a skip explain the skips, and so does a replay.
     assert diagnosed("xx..x...xx..x.." + "." * 30).verdict == "healthy"
     first = low(scale=16384.0, gradients=())
-    made = of_gradients(4, first, FP32, cured(first, 4096.0), reproduced=1)
+    made = gradient_investigation(4, first, FP32, cured(first, 4096.0), reproduced=1)
     assert diagnosed(untold.steps, made).verdict == "healthy"
 
 
 def test_a_static_scale_that_is_too_large_is_reported_without_an_op() -> None:
-    made = of_gradients(0, low(), FP32, cured(low(), 16384.0))
+    made = gradient_investigation(0, low(), FP32, cured(low(), 16384.0))
     static = {"precision": {"level": "O1", "loss_scale": 65536.0}}
     steps = [replace(step, scale=65536.0) for step in steps_of("x" * 8)]
     [finding] = diagnosed(steps, made, config=static).findings
@@ -407,7 +407,7 @@ def test_a_scale_lowered_by_nan_losses_does_not_blame_a_gradient_that_a_lower_sc
     mark: str, found: list[str]
 ) -> None:
     first = low(producers=(OVERFLOWS,))
-    made = of_gradients(30, first, FP32, cured(first, 32768.0), reproduced=1)
+    made = gradient_investigation(30, first, FP32, cured(first, 32768.0), reproduced=1)
     steps = steps_of("." * 30 + "x" + "." * 30 + mark * 20 + ".")
     assert steps[-1].scale < 1.0
     assert [code for code, *_ in codes(diagnosed(steps, made))] == found
@@ -418,7 +418,7 @@ def test_a_scale_lowered_by_nan_losses_does_not_blame_a_gradient_that_a_lower_sc
 )
 def test_skips_are_gradient_growth_if_three_halvings_of_the_scale_cure_the_step(factor: float, code: str) -> None:
     first = low(producers=(OVERFLOWS,))
-    made = of_gradients(30, first, FP32, cured(first, 65536.0 / factor), reproduced=1)
+    made = gradient_investigation(30, first, FP32, cured(first, 65536.0 / factor), reproduced=1)
     record = diagnosed("." * 30 + 3 * ("x" + "." * 20), made)
     assert record.findings[0].code == code
     assert (record.verdict == "healthy") == (code == "gradient-growth")
@@ -751,7 +751,7 @@ def test_a_divergence_of_the_initial_weights_does_not_claim_that_the_loss_rose(s
     ]
 
 
-def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: Any) -> Investigation:
+def batch_beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: Any) -> Investigation:
     """A step whose batch is too large for half; without a leaf, another value is."""
     op = "aten._to_copy.default"
     cast = Producer("forward", "", 0, op, None, "float16", largest, 9.0, 1, 0, 4, fp32_largest=largest, leaf=leaf)
@@ -761,7 +761,7 @@ def beyond_half(step: int, leaf: str | None, largest: float = 1.5e6, **fields: A
 
 
 def test_a_batch_out_of_range_is_reported_at_its_own_step_after_a_skip() -> None:
-    record = record_of(steps_of("..xN."), investigations=(beyond_half(3, "[0]"),), script=ScriptRun("train.py"))
+    record = record_of(steps_of("..xN."), investigations=(batch_beyond_half(3, "[0]"),), script=ScriptRun("train.py"))
     assert [(one.code, one.step) for one in diagnose(record).findings[:1]] == [("data-range", 3)]
     other = replace(record, investigations=(overflowing(3),))
     # The step before has a finite loss, so it failed in another way: only non-finite losses continue a sequence.
@@ -820,7 +820,7 @@ def test_if_no_scale_is_finite_the_op_that_overflows_at_the_lowest_scale_is_name
     first = low(scale=32768.0, producers=(head, stem))
     between, lowest = replace(first, scale=16384.0, producers=()), replace(first, scale=1.0, producers=(stem,))
     steps = [replace(step, scale=32768.0 / 2**step.step) for step in steps_of("x" * 12)]
-    made = of_gradients(1, first, FP32, between, lowest, reproduced=1)
+    made = gradient_investigation(1, first, FP32, between, lowest, reproduced=1)
     found = diagnosed(steps, made).findings[0]
     assert (found.code, found.module) == ("gradient-overflow", "stem")
     # If a lower scale is finite, the op that overflows at the step's own scale is the culprit.
@@ -842,7 +842,7 @@ def test_a_scale_far_below_the_one_that_cures_a_step_has_an_unknown_cause(
 ) -> None:
     """Replays of step 1 are finite at 1, and other batches may need scales down to 0.25."""
     first = low(scale=32768.0, producers=(OVERFLOWS,))
-    record = diagnosed("x" * skipped, of_gradients(1, first, FP32, cured(first, 1.0), reproduced=1))
+    record = diagnosed("x" * skipped, gradient_investigation(1, first, FP32, cured(first, 1.0), reproduced=1))
     assert (codes(record), record.verdict) == (found, "inconclusive")
     assert record.findings[0].op == ""
     assert exit_code(record, "warning") == int(skipped == 20)
@@ -865,7 +865,7 @@ def test_a_gradient_that_a_lower_scale_cures_is_an_overflow_even_if_fp32s_is_sma
     first = low(scale=32768.0, producers=(made_inf,))
     finite = cured(first, 16384.0, gradient_distance=0.9)
     lower = finite if survives else replace(first, scale=16384.0, producers=())
-    made = of_gradients(1, first, FP32, lower, reproduced=1)
+    made = gradient_investigation(1, first, FP32, lower, reproduced=1)
     finding = Evidence(made, record_of(steps_of("..x"), investigations=(made,))).cause
     assert (finding.code, finding.module) == (code, "head")
     assert ("exceeds FP16's limit of 65,504 at a loss scale of 32,768" in finding.message) == (code != "unknown")
@@ -875,7 +875,7 @@ def test_a_gradient_that_a_lower_scale_cures_is_an_overflow_even_if_fp32s_is_sma
 
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
 def test_a_diverging_learning_rate_is_not_suggested_for_a_batch_out_of_range(leaf: str | None, code: str) -> None:
-    made = beyond_half(1, leaf, reach="modules")
+    made = batch_beyond_half(1, leaf, reach="modules")
     found = diagnosed(".N..", made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, "a diverging learning rate" in found.message) == (code, code == "unknown")
 
@@ -892,7 +892,7 @@ def test_a_diverging_learning_rate_is_not_suggested_for_a_batch_out_of_range(lea
 def test_a_batch_out_of_range_is_not_divergence_although_fp32_climbs_on_it(
     leaf: str | None, losses: tuple[float, ...], grew: float, code: str
 ) -> None:
-    lost = beyond_half(4, leaf, 3e5, continuation=(1086.0, 1.5e9, 1.4e16, math.nan), weights_grew=grew)
+    lost = batch_beyond_half(4, leaf, 3e5, continuation=(1086.0, 1.5e9, 1.4e16, math.nan), weights_grew=grew)
     made = replace(lost, fp32=replace(FP32, loss=1086.0, grad_norm=9e4))
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....N"), (*losses, math.nan), strict=True)]
     found = diagnosed(steps, made, script=ScriptRun("train.py")).findings[0]
@@ -917,7 +917,7 @@ def test_a_batch_out_of_range_is_blamed_if_the_fp32_loss_leaps_and_another_op_ov
 def test_an_overflow_after_a_step_from_which_fp32_diverges_is_divergence() -> None:
     losses = [2.0, 3.0, 2.0, 3.0, 30.0, 60.0, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x.N"), losses, strict=True)]
-    early = of_gradients(4, low(scale=1.0), replace(FP32, loss=30.0), continuation=(30.0, 7e4, 7e8))
+    early = gradient_investigation(4, low(scale=1.0), replace(FP32, loss=30.0), continuation=(30.0, 7e4, 7e8))
     for investigations, code in (((early, overflowing(6)), "divergence"), ((overflowing(6),), "forward-overflow")):
         found = diagnosed(steps, *investigations).findings[0]
         assert (found.code, found.step) == (code, 4 if code == "divergence" else 6)

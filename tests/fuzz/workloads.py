@@ -169,7 +169,7 @@ def odd_workloads(draw: st.DrawFn) -> dict[str, str]:
 @st.composite
 def tensor_workloads(draw: st.DrawFn) -> dict[str, str]:
     """The files of a workload whose model or batches hold a kind of tensor."""
-    arguments = f"kind: {draw(st.sampled_from(kinds.KINDS))}, place: {draw(st.sampled_from(kinds.PLACES))}"
+    arguments = f"kinds: [{draw(st.sampled_from(kinds.KINDS))}], place: {draw(st.sampled_from(kinds.PLACES))}"
     factor = draw(st.sampled_from([kinds.FAILING, kinds.HEALTHY]))
     config = (
         f"model: {{target: workload.py:Net, args: {{{arguments}, factor: {factor}}}}}\n"

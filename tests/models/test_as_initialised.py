@@ -7,7 +7,7 @@ import pytest
 from ampdbg.commands.scan import exit_code
 from ampdbg.record.run import Record
 from tests.models.runs import LANGUAGE, SIGHT_AND_SOUND, Workload, scanned
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 FIRST_T5 = {"feed_forward_proj": "relu", "tie_word_embeddings": True}
 EAGER = {"attn_implementation": "eager"}
@@ -80,14 +80,14 @@ def assert_healthy(record: Record) -> None:
     assert record.verdict == "healthy"
 
 
-@pytest.mark.parametrize("workload", slow_but_for((TRANSFORMERS[2],), (*TRANSFORMERS, *TIMM, *AT_FULL_WIDTH)), ids=str)
+@pytest.mark.parametrize("workload", slow_except((TRANSFORMERS[2],), (*TRANSFORMERS, *TIMM, *AT_FULL_WIDTH)), ids=str)
 def test_a_model_is_healthy(workload: Workload, tmp_path: Path) -> None:
     assert_healthy(scanned(workload, tmp_path, 8 if workload in AT_FULL_WIDTH else 10))
 
 
-@pytest.mark.parametrize("overrides", slow_but_for(QUICK, RUNS_OTHERWISE), ids=" ".join)
+@pytest.mark.parametrize("overrides", slow_except(QUICK, RUNS_OTHERWISE), ids=" ".join)
 @pytest.mark.parametrize(
-    "workload", slow_but_for((TRANSFORMERS[2],), [TRANSFORMERS[number] for number in (0, 2, 15)]), ids=str
+    "workload", slow_except((TRANSFORMERS[2],), [TRANSFORMERS[number] for number in (0, 2, 15)]), ids=str
 )
 def test_a_model_is_healthy_in_other_kinds_of_run(
     workload: Workload, overrides: tuple[str, ...], tmp_path: Path

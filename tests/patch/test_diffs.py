@@ -33,7 +33,7 @@ TOOLS = {
 }
 
 
-def goes_there_and_back(tool: str, path: str, before: bytes, after: bytes) -> None:
+def assert_applies_and_reverses(tool: str, path: str, before: bytes, after: bytes) -> None:
     """Writes the file into a new folder, applies the diff with the tool, and reverses it."""
     diff = unified_diff(PurePosixPath(path), before, after)
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def test_equal_contents_give_an_empty_diff() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_git_applies_and_reverses_a_diff_for_any_path(path: str) -> None:
-    goes_there_and_back("git", path, b"a\r\nb\r\n", b"a\r\nc\r\n")
+    assert_applies_and_reverses("git", path, b"a\r\nb\r\n", b"a\r\nc\r\n")
 
 
 def test_a_diff_equals_git_diff_apart_from_the_index_line(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_a_diff_equals_git_diff_apart_from_the_index_line(tmp_path: Path) -> Non
 @needs_patch
 @pytest.mark.parametrize("path", PATHS[:2])
 def test_patch_applies_and_reverses_a_diff(path: str) -> None:
-    goes_there_and_back("patch", path, b"a\r\nb\r\nc", b"a\r\nc")
+    assert_applies_and_reverses("patch", path, b"a\r\nb\r\nc", b"a\r\nc")
 
 
 @settings(max_examples=60)
 @given(before=CONTENT.filter(bool), after=CONTENT.filter(bool))
 def test_git_applies_and_reverses_any_change_byte_for_byte(before: bytes, after: bytes) -> None:
     if before != after:
-        goes_there_and_back("git", "m.py", before, after)
+        assert_applies_and_reverses("git", "m.py", before, after)
 
 
 def test_counterpart_finds_lines_that_an_edit_moved_or_indented() -> None:

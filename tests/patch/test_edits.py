@@ -20,7 +20,7 @@ from ampdbg.patch.edits import LinePin, edit_source
 from ampdbg.patch.statements import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))
@@ -179,7 +179,7 @@ AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_for(["layout"], NAMES))
+@pytest.mark.parametrize("name", slow_except(["layout"], NAMES))
 @pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
 def test_an_edit_keeps_line_endings_indentation_and_encoding(name: str, written: Callable[[str], bytes]) -> None:
     text, pins, names = marked(name)
@@ -196,7 +196,7 @@ def moved(pin: LinePin, shift: int) -> LinePin:
     return replace(pin, lines=tuple(line + shift for line in pin.lines))
 
 
-LEFT_ALONE = {
+REFUSED = {
     "await": ("async def f(self, q, k):\n    return await self.g(q @ k)  #! pin half: q, k", "it awaits"),
     "yield": ("def f(q, k):\n    yield q @ k  #! pin half: q, k", "it yields"),
     "lambda": ("def f(x):\n    return sorted(x, key=lambda q: q @ q)  #! pin half: q", "a lambda runs after the block"),
@@ -268,7 +268,7 @@ LEFT_ALONE = {
 }
 
 
-@pytest.mark.parametrize(("text", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
+@pytest.mark.parametrize(("text", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_line_that_cannot_be_edited_is_unchanged_and_refused_with_a_reason(text: str, reason: str) -> None:
     source, pins, names = without_marks(text + "\n")
     edited = edit_source(source.encode(), pins, names)

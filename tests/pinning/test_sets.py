@@ -14,7 +14,7 @@ from tests.commands.program import ROOT, start
 from tests.models import runs
 from tests.models.test_outliers import OVERFLOWS, planted
 from tests.pinning.spiked import assert_found
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.zoo.test_zoo import CASES, FILES, ONE_OF_EACH, config_of
 
 # What must run in FP32: only the own lines, if the case's finding names a line of a module with children.
@@ -78,7 +78,7 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file_of(name), folder), overrides))
 
 
-@pytest.mark.parametrize("name", slow_but_for(["residual_add"], SETS))
+@pytest.mark.parametrize("name", slow_except(["residual_add"], SETS))
 def test_bisect_finds_and_proves_the_exact_set_of_a_zoo_case(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert_found(record, *SETS[name])
@@ -95,7 +95,7 @@ def test_a_zoo_case_has_nothing_to_pin_once_its_set_is_pinned(name: str, tmp_pat
     assert record.search.outcome == "nothing-to-pin", record.findings
 
 
-@pytest.mark.parametrize("name", slow_but_for(("half_by_hand",), WITHOUT_A_SET))
+@pytest.mark.parametrize("name", slow_except(("half_by_hand",), WITHOUT_A_SET))
 def test_bisect_without_a_set_gives_the_reason_and_only_lines_outside_modules(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert record.search is not None
@@ -109,7 +109,7 @@ def test_bisect_without_a_set_gives_the_reason_and_only_lines_outside_modules(na
     )
 
 
-@pytest.mark.parametrize("name", slow_but_for(ONE_OF_EACH, [name for name, case in CASES.items() if not case.code]))
+@pytest.mark.parametrize("name", slow_except(ONE_OF_EACH, [name for name, case in CASES.items() if not case.code]))
 def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert record.search is not None
@@ -117,7 +117,7 @@ def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
 
 
 # After the residual the stream stays beyond half, and so do the inputs of the next convolutions.
-BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
+MORE_PINS = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_bisect_finds_the_module_with_the_outliers(name: str, tmp_path: Path) ->
     overflow = OVERFLOWS[name]
     record = bisect_run(load_config(runs.config_of(planted(overflow), tmp_path), ("train.steps=3",)))
     # A library's line cannot be patched: the whole module is pinned.
-    assert_found(record, overflow.module, *BESIDES.get(name, ()))
+    assert_found(record, overflow.module, *MORE_PINS.get(name, ()))
     assert record.pins[0].sites[0].op == overflow.op
 
 

@@ -23,7 +23,7 @@ from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import KindDtypes, Record
 from ampdbg.report.formats import written as text_of
 from ampdbg.report.view import CommandContext
-from tests.script.test_run import ran
+from tests.script.test_run import run_with_page
 
 HALF = torch.bfloat16
 BF16, FP32 = ("bfloat16",), ("float32",)
@@ -73,7 +73,7 @@ def codes(record: Record) -> list[tuple[str, str]]:
     return [(found.code, found.severity) for found in record.findings]
 
 
-def of_contract(record: Record) -> list[tuple[str, str]]:
+def contract_findings(record: Record) -> list[tuple[str, str]]:
     return [found for found in codes(record) if found[0] in ("half-weights", "rounded-buffer", "not-half")]
 
 
@@ -245,7 +245,7 @@ def test_half_weights_are_a_warning_under_mixed_precision_and_an_info_without(
     asked_of_accelerate(net, precision)
     record = trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))
     assert record.asked == {"Accelerate's mixed_precision": precision}
-    assert of_contract(record) == found
+    assert contract_findings(record) == found
     if precision == "bf16" and found:
         said = record.findings[[code for code, _ in codes(record)].index("half-weights")].message
         assert said == (
@@ -272,7 +272,7 @@ def test_half_weights_with_masters_or_a_custom_step_are_accepted_in_mixed_precis
     for make in others:
         net = Net().to(HALF)
         asked_of_accelerate(net, "bf16")
-        assert of_contract(trained(net, make)) == []
+        assert contract_findings(trained(net, make)) == []
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_the_precision_of_lightning_is_read_from_its_module(precision: str, foun
     net = Net().to(HALF)
     object.__setattr__(net, "_trainer", SimpleNamespace(precision=precision))
     record = trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))
-    assert (of_contract(record), record.asked) == (found, {"Lightning's precision": precision})
+    assert (contract_findings(record), record.asked) == (found, {"Lightning's precision": precision})
     object.__setattr__(net, "_trainer", SimpleNamespace(precision="bf16-true"))
-    assert of_contract(trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))) == []
+    assert contract_findings(trained(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.5))) == []
 
 
 def test_half_precision_that_a_framework_does_not_apply_is_reported() -> None:
@@ -314,12 +314,12 @@ def cast_parameters_alone(net: nn.Module) -> None:
         parameter.data = parameter.data.to(HALF)
 
 
-def made_anew(net: nn.Module) -> None:
+def recomputed(net: nn.Module) -> None:
     net.half().to(HALF)
     net.inv_freq = 1e4 ** -(torch.arange(0, 64, 2) / 64)
 
 
-def trained_behind(change: Callable[[nn.Module], object], net: nn.Module, each: Callable[[], object] = int) -> Record:
+def trained_after(change: Callable[[nn.Module], object], net: nn.Module, each: Callable[[], object] = int) -> Record:
     """A record of a loop whose model is cast while it is watched."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     with watch(net, optimizer) as watched:
@@ -330,8 +330,8 @@ def trained_behind(change: Callable[[nn.Module], object], net: nn.Module, each: 
 
 
 def test_rotary_frequencies_cast_with_the_model_are_reported_with_the_angle_error() -> None:
-    record = trained_behind(cast, Rotary())
-    assert of_contract(record) == [("rounded-buffer", "warning")]
+    record = trained_after(cast, Rotary())
+    assert contract_findings(record) == [("rounded-buffer", "warning")]
     found = record.findings[[code for code, _ in codes(record)].index("rounded-buffer")]
     assert found.source is not None
     assert found.source.text == "net.to(HALF)"
@@ -343,12 +343,12 @@ def test_rotary_frequencies_cast_with_the_model_are_reported_with_the_angle_erro
 def test_rotary_frequencies_of_few_positions_may_be_rounded() -> None:
     net = Rotary()
     object.__setattr__(net, "max_seq_len_cached", 64)  # as transformers keeps config.max_position_embeddings
-    assert of_contract(trained_behind(cast, net)) == []
+    assert contract_findings(trained_after(cast, net)) == []
 
 
-@pytest.mark.parametrize("change", [cast_parameters_alone, made_anew])
+@pytest.mark.parametrize("change", [cast_parameters_alone, recomputed])
 def test_rotary_frequencies_kept_or_recomputed_in_float32_are_healthy(change: Callable[[nn.Module], None]) -> None:
-    assert of_contract(trained_behind(change, Rotary())) == []
+    assert contract_findings(trained_after(change, Rotary())) == []
 
 
 @pytest.mark.parametrize(("dtype", "found"), [(HALF, [("rounded-buffer", "warning")]), (torch.float16, [])])
@@ -357,17 +357,17 @@ def test_batchnorm_averages_are_reported_when_cast_to_bfloat16_but_not_to_float1
 ) -> None:
     net = Net()
     net.norm = nn.BatchNorm1d(8)  # type: ignore[assignment]
-    assert of_contract(trained_behind(lambda net: net.to(dtype), net)) == found
+    assert contract_findings(trained_after(lambda net: net.to(dtype), net)) == found
     net.eval().float()
-    assert of_contract(trained_behind(lambda net: net.to(dtype), net)) == []
+    assert contract_findings(trained_after(lambda net: net.to(dtype), net)) == []
 
 
 @pytest.mark.parametrize("is_written", [True, False])
 def test_a_rounded_router_bias_is_reported_only_if_the_loop_adds_to_it(*, is_written: bool) -> None:
     net = Net()
     net.register_buffer("expert_bias", torch.zeros(4))
-    record = trained_behind(cast, net, lambda: is_written and net.get_buffer("expert_bias").add_(1e-3))
-    assert of_contract(record) == [("rounded-buffer", "warning")] * is_written
+    record = trained_after(cast, net, lambda: is_written and net.get_buffer("expert_bias").add_(1e-3))
+    assert contract_findings(record) == [("rounded-buffer", "warning")] * is_written
 
 
 def test_casts_of_scripted_lazy_and_meta_modules_work_while_watched() -> None:
@@ -443,15 +443,15 @@ main()
 
 
 def test_run_names_the_line_that_cast_a_buffer_and_shows_the_dtypes_in_one_line(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, SCRIPT.format(cast="net.bfloat16()", lowers=False), options=())
-    assert (of_contract(record), code) == ([("rounded-buffer", "warning")], 1)
+    record, page, code = run_with_page(tmp_path, SCRIPT.format(cast="net.bfloat16()", lowers=False), options=())
+    assert (contract_findings(record), code) == ([("rounded-buffer", "warning")], 1)
     assert "net.bfloat16()" in page
     assert "Weights: stored, computed, gradients and states" not in page  # SGD has no states
     assert "Weights: stored, computed and gradients bfloat16; no FP32 masters found" in page
 
 
 def test_run_shows_the_dtypes_of_float32_weights_only_in_verbose_output(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, SCRIPT.format(cast="", lowers=True), options=())
+    record, page, code = run_with_page(tmp_path, SCRIPT.format(cast="", lowers=True), options=())
     assert (codes(record), code, record.asked) == ([], 0, {"autocast": "bfloat16"})
     assert "Weights:" not in page
     full = text_of(record, CommandContext("", "", verbose=True), PLAIN, "text")
@@ -494,7 +494,7 @@ for _ in range(5):
 
 @pytest.mark.slow
 def test_run_finds_the_half_weights_whose_masters_the_optimizer_steps(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, MASTERS, options=())
+    record, page, code = run_with_page(tmp_path, MASTERS, options=())
     assert {one.kind: (one.stored, one.masters) for one in record.dtypes} == dict.fromkeys(
         ("linears", "biases", "norms"), (BF16, FP32)
     )
@@ -545,5 +545,5 @@ def test_run_knows_the_requested_precision_of_lightning_and_fabric(
 ) -> None:
     importlib.import_module("tests.models.torchvision_on_cpu")  # lightning imports it
     pytest.importorskip("lightning")
-    record, _, code = ran(tmp_path, text.format(dtype=dtype), options=())
-    assert (of_contract(record), code, record.asked[who]) == (found, len(found), "bf16-mixed")
+    record, _, code = run_with_page(tmp_path, text.format(dtype=dtype), options=())
+    assert (contract_findings(record), code, record.asked[who]) == (found, len(found), "bf16-mixed")

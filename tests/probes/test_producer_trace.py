@@ -22,7 +22,7 @@ class Model(nn.Module):
         self.weight = nn.Parameter(values.clone())
 
 
-def of_the_last_producer(run: Callable[[Model, torch.Tensor], object], batch: torch.Tensor) -> Circumstances:
+def last_circumstances(run: Callable[[Model, torch.Tensor], object], batch: torch.Tensor) -> Circumstances:
     """The circumstances of the last op that makes inf or NaN in ``run``."""
     model = Model(BELOW)
 
@@ -52,7 +52,7 @@ PRICES = torch.tensor([[1e5, 2e5, 1.0], [3.0, 7e4, 9e5]])
 def test_values_that_are_only_moved_or_cast_still_belong_to_the_batch(
     moved: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
-    seen = of_the_last_producer(lambda model, x: moved(x).float().half(), PRICES.to(dtype))
+    seen = last_circumstances(lambda model, x: moved(x).float().half(), PRICES.to(dtype))
     assert seen.leaf == "['prices']"
 
 
@@ -76,7 +76,7 @@ def beside_something_else(model: Model, batch: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_computed_values_do_not_belong_to_the_batch(computed: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
-    assert of_the_last_producer(lambda model, x: computed(model, x).half(), PRICES.clone()).leaf is None
+    assert last_circumstances(lambda model, x: computed(model, x).half(), PRICES.clone()).leaf is None
 
 
 def fill_a_part(model: Model) -> torch.Tensor:
@@ -99,7 +99,7 @@ def fill_a_part(model: Model) -> torch.Tensor:
     ],
 )
 def test_a_negative_constant_written_in_the_code_is_a_constant(mask: Callable[[Model], torch.Tensor]) -> None:
-    assert of_the_last_producer(lambda model, x: mask(model).half(), PRICES).is_constant
+    assert last_circumstances(lambda model, x: mask(model).half(), PRICES).is_constant
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_negative_constant_written_in_the_code_is_a_constant(mask: Callable[[M
     ],
 )
 def test_repeated_values_of_a_parameter_are_not_a_constant(computed: Callable[[Model], torch.Tensor]) -> None:
-    assert not of_the_last_producer(lambda model, x: computed(model).half(), PRICES).is_constant
+    assert not last_circumstances(lambda model, x: computed(model).half(), PRICES).is_constant
 
 
 WRITTEN_OUT = {
@@ -127,7 +127,7 @@ WRITTEN_OUT = {
 def test_a_number_that_is_rounded_when_written_out_is_a_constant(name: str) -> None:
     refused, write = "", WRITTEN_OUT[name]
     try:
-        is_constant = of_the_last_producer(lambda model, x: write(x.clamp(max=1.0).half()), PRICES).is_constant
+        is_constant = last_circumstances(lambda model, x: write(x.clamp(max=1.0).half()), PRICES).is_constant
     except RuntimeError as error:
         refused = str(error)
     if refused:  # torch 2.6 and 2.15 refuse the assignment with an error
@@ -140,14 +140,14 @@ def test_a_number_that_is_rounded_when_written_out_is_a_constant(name: str) -> N
 def test_a_mask_below_the_lowest_half_is_a_constant_and_an_overflowing_sum_is_not() -> None:
     limit = torch.finfo(torch.float16).max
     mask = torch.full((4,), -limit, dtype=torch.float16)
-    assert of_the_last_producer(lambda model, x: mask + mask, PRICES).is_constant
-    assert not of_the_last_producer(lambda model, x: -mask - mask, PRICES).is_constant
+    assert last_circumstances(lambda model, x: mask + mask, PRICES).is_constant
+    assert not last_circumstances(lambda model, x: -mask - mask, PRICES).is_constant
 
     def clamped(model: Model, x: torch.Tensor) -> torch.Tensor:
         lowest = (model.weight * 0.5).half().mul(1.9).clamp(-limit, limit)
         return lowest + lowest
 
-    assert not of_the_last_producer(clamped, PRICES).is_constant
+    assert not last_circumstances(clamped, PRICES).is_constant
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
@@ -184,7 +184,7 @@ AT_A_POLE: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
 @pytest.mark.parametrize("name", AT_A_POLE)
 def test_a_power_divides_by_zero_only_if_its_exponent_is_negative(name: str) -> None:
     run, is_at_a_pole = AT_A_POLE[name]
-    assert of_the_last_producer(lambda model, batch: run(), PRICES).divides_by_zero is is_at_a_pole
+    assert last_circumstances(lambda model, batch: run(), PRICES).divides_by_zero is is_at_a_pole
 
 
 INF = float("inf")
@@ -336,4 +336,4 @@ def test_the_op_that_made_a_tensor_half_is_known_if_its_gradient_overflows(name:
         made = computed((1e-5 * model.weight).half()).float()
         (1e9 * made).sum().backward()  # too large for a gradient in half
 
-    assert [op for _, _, _, op, _ in of_the_last_producer(run, PRICES).made_half] == ops
+    assert [op for _, _, _, op, _ in last_circumstances(run, PRICES).made_half] == ops

@@ -19,7 +19,7 @@ from torch.testing._internal.common_cuda import _create_scaling_case
 
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import Watch, watch
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 INIT_SCALE, GROWTH, BACKOFF = 128.0, 2.0, 0.5
 FLOAT_ATOL, CLIP_ATOL, HALF_ATOL = 1e-7, 1e-5, 1e-3
@@ -232,7 +232,7 @@ Policy = Callable[[], AbstractContextManager[None]]
 
 
 @by_policy
-@pytest.mark.parametrize("variant", slow_but_for(ONE_OF_EACH, GENTLE), ids=str)
+@pytest.mark.parametrize("variant", slow_except(ONE_OF_EACH, GENTLE), ids=str)
 def test_watched_scaling_in_float16_ends_where_training_without_a_scaler_ends(variant: Variant, policy: Policy) -> None:
     loop = Loop(half=True, half_control=True)
     with policy():
@@ -247,7 +247,7 @@ def test_watched_scaling_in_float16_ends_where_training_without_a_scaler_ends(va
 
 @by_policy
 @by_enabled
-@pytest.mark.parametrize("variant", slow_but_for(QUICK, PLAIN_SGD), ids=str)
+@pytest.mark.parametrize("variant", slow_except(QUICK, PLAIN_SGD), ids=str)
 def test_half_training_ends_where_float32_training_ends(variant: Variant, enabled: bool, policy: Policy) -> None:
     # Only SGD: adaptive optimizers magnify the last bit of a gradient near zero to a whole step.
     with policy():

@@ -132,7 +132,7 @@ def record_of(steps: tuple[Step, ...]) -> Record:
     return Record("scan", "2026", ENVIRONMENT, {}, "inconclusive", steps, planned_steps=steps[-1].step + 1)
 
 
-def same_of(whole: Record, thinned: Record) -> tuple[Record, str]:
+def assert_same_report(whole: Record, thinned: Record) -> tuple[Record, str]:
     """Asserts that both records give the same findings and page. Returns the diagnosed thinned record and the page."""
     found = [diagnose(record) for record in (whole, thinned)]
     assert repr(found[0].findings) == repr(found[1].findings)
@@ -170,7 +170,7 @@ def test_the_report_of_a_thinned_run_counts_every_step() -> None:
     )
     thinned = tuple(step for step in whole if step.step % 16 == 0 or any(abs(step.step - skip) < 2 for skip in SKIPS))
     thinned += whole[thinned[-1].step + 1 :]
-    record, page = same_of(record_of(whole), record_of(thinned))
+    record, page = assert_same_report(record_of(whole), record_of(thinned))
     assert "20,000 steps" in page
     assert replace(record, steps=()).steps_run == 0
 
@@ -185,7 +185,7 @@ def test_the_report_of_a_thinned_run_that_always_fails_counts_every_step() -> No
         log.close(OpenStep(scale=torch.tensor(2.0), skipped=True, number=1))
     thinned = replace(record_of(log.steps), left_out=log.left_out)
     assert len(thinned.steps) < count
-    record, page = same_of(record_of(whole), thinned)
+    record, page = assert_same_report(record_of(whole), thinned)
     assert f"not finite in {count} of {count} steps" in record.findings[0].message
     assert "9,000 skipped" in page
 

@@ -23,8 +23,8 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import written as text_of
 from ampdbg.report.view import CommandContext
 from ampdbg.training.loop import train
-from tests.script.test_run import ran
-from tests.siblings import slow_but_for
+from tests.script.test_run import run_with_page
+from tests.siblings import slow_except
 from tests.written import written
 
 HALF = torch.bfloat16
@@ -169,7 +169,7 @@ class Faint(Net):
 def test_frozen_weights_are_not_a_finding_if_the_loss_falls_as_with_float32_masters() -> None:
     def ended(masters: bool) -> tuple[float, Record, int]:
         net = Faint().to(HALF)
-        optimizer, copy = masters_beside(net, lambda those: torch.optim.SGD(those, lr=1.0))
+        optimizer, copy = float32_masters(net, lambda those: torch.optim.SGD(those, lr=1.0))
         if not masters:
             optimizer, copy = torch.optim.SGD(net.parameters(), lr=1.0), lambda: None
         with watch(net, optimizer) as watched:
@@ -220,13 +220,13 @@ print("moved:", int((net[1].weight != 1).sum()))
 
 
 def test_run_reports_frozen_gains_without_an_option(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
+    record, page, code = run_with_page(tmp_path, SCRIPT.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("frozen-weights", "error")], 1)
     assert "1.weight (0 of 64 values)" in page
 
 
 def test_run_reports_nothing_for_the_same_gains_in_float32(tmp_path: Path) -> None:
-    record, _, code = ran(tmp_path, SCRIPT.format(dtype="float32"), options=())
+    record, _, code = run_with_page(tmp_path, SCRIPT.format(dtype="float32"), options=())
     assert (codes(record), code, record.updates) == ([], 0, None)
 
 
@@ -238,7 +238,7 @@ optimizer = torch"""
 
 def test_run_reports_an_upcast_that_has_no_effect(tmp_path: Path) -> None:
     text = SCRIPT.replace("\noptimizer = torch", UPCAST, 1).replace("lr=1e-4", "lr=3e-2").replace("200", "20")
-    record, page, code = ran(tmp_path, text.format(dtype="bfloat16"), options=())
+    record, page, code = run_with_page(tmp_path, text.format(dtype="bfloat16"), options=())
     assert (codes(record), code) == ([("misuse-lost-upcast", "error")], 1)
     assert "p = p.to(torch.float32)" in page
     assert "the upcast has no effect" in page
@@ -247,11 +247,11 @@ def test_run_reports_an_upcast_that_has_no_effect(tmp_path: Path) -> None:
     assert (source.file, source.text) == ("train.py", "p = p.to(torch.float32)")
 
     twin = text.replace("    p = p.to(torch.float32)", "    p.data = p.data.to(torch.float32)")
-    record, _, code = ran(tmp_path, twin.format(dtype="bfloat16").replace("x.to(dtype)", "x"), options=())
+    record, _, code = run_with_page(tmp_path, twin.format(dtype="bfloat16").replace("x.to(dtype)", "x"), options=())
     assert (codes(record), code, {name for one in record.dtypes for name in one.stored}) == ([], 0, {"float32"})
 
 
-def way_in_float32(steps: int, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> dict[str, float]:
+def share_of_float32_way(steps: int, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> dict[str, float]:
     """The share of the way of float32 masters that half weights go, by parameter. The masters are stepped with the
     gradients of the half weights."""
     net, make = Net().to(HALF), make or partial(torch.optim.AdamW, lr=1e-4)
@@ -275,7 +275,7 @@ def way_in_float32(steps: int, make: Callable[[Any], torch.optim.Optimizer] | No
 
 def test_the_share_lost_in_ten_steps_matches_float32_masters() -> None:
     record, _ = trained(steps=10)
-    ways = way_in_float32(10)
+    ways = share_of_float32_way(10)
     assert record.updates is not None
     lost = {kind.kind: kind.lost for kind in record.updates.kinds}
     assert lost["norms"] == 1.0 - ways["norm.weight"] == 1.0
@@ -286,18 +286,18 @@ def test_ten_later_steps_lose_within_ten_points_of_the_share_lost_in_200_steps(a
     record, _ = trained(steps=30)
     updates = record.updates
     assert updates is not None
-    lost, ways = {kind.kind: kind.lost for kind in updates.kinds}, way_in_float32(200)
+    lost, ways = {kind.kind: kind.lost for kind in updates.kinds}, share_of_float32_way(200)
     assert updates.steps == 10
     assert lost["norms"] == pytest.approx(1.0 - ways["norm.weight"], abs=0.1)
     assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.1)
 
 
-@pytest.mark.parametrize("momentum", slow_but_for([0.9], [0.0, 0.9]))
+@pytest.mark.parametrize("momentum", slow_except([0.9], [0.0, 0.9]))
 def test_gains_that_oscillate_lose_the_same_share_in_sampled_steps_as_in_all(momentum: float, always: None) -> None:
     make = partial(torch.optim.SGD, lr=0.1, momentum=momentum)
     record, _ = trained(make=lambda net: make(net.parameters()))
     assert record.updates is not None
-    lost, ways = {kind.kind: kind.lost for kind in record.updates.kinds}, way_in_float32(200, make)
+    lost, ways = {kind.kind: kind.lost for kind in record.updates.kinds}, share_of_float32_way(200, make)
     assert lost["norms"] == pytest.approx(1.0 - ways["norm.weight"], abs=0.05)
     assert lost["linears"] == pytest.approx(1.0 - (ways["inner.weight"] + ways["outer.weight"]) / 2, abs=0.05)
     page = text_of(record, CommandContext("", ""), PLAIN, "markdown")
@@ -344,7 +344,7 @@ def stepped(optimizer: torch.optim.Optimizer, weight: nn.Parameter, gradients: l
     return diagnose(watched.record())
 
 
-@pytest.mark.parametrize("fused", slow_but_for([False], [False, True]))
+@pytest.mark.parametrize("fused", slow_except([False], [False, True]))
 def test_a_lost_weight_decay_is_reported_without_blaming_the_gradient(fused: bool) -> None:
     def decayed(dtype: torch.dtype) -> tuple[Record, float]:
         torch.manual_seed(0)
@@ -424,7 +424,7 @@ def test_a_stuck_second_moment_is_found_from_windows_over_a_part_of_the_steps(
     assert all(0.7 < one.times / (kept / in_float32) <= 1.01 for one in seen.stuck)
 
 
-@pytest.mark.parametrize("passes", slow_but_for([16, 1024], [16, 64, 256, 1024]))
+@pytest.mark.parametrize("passes", slow_except([16, 1024], [16, 64, 256, 1024]))
 def test_the_error_of_gradients_accumulated_in_half_is_measured_from_one_step(passes: int) -> None:
     def accumulated(dtype: torch.dtype) -> tuple[Record, torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)
@@ -475,7 +475,7 @@ class WithMasters(torch.optim.Optimizer):
             parameter.copy_(master)
 
 
-def masters_beside(
+def float32_masters(
     net: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = lambda those: torch.optim.AdamW(those, lr=1e-4)
 ) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
     """An optimizer of float32 masters, and a function that copies gradients to them and weights back."""
@@ -492,7 +492,7 @@ def masters_beside(
 
 def test_nothing_is_reported_if_the_optimizer_steps_float32_masters() -> None:
     net = Net().to(HALF)
-    optimizer, copy = masters_beside(net)
+    optimizer, copy = float32_masters(net)
     with watch(net, optimizer) as watched:
         for loss in losses(net, HALF, 60):
             net.zero_grad()
@@ -584,7 +584,7 @@ FOREIGN = (f"ampdbg does not compare updates of {NAMED} with float32's: {WHY}",)
 def test_nothing_is_reported_but_a_note_if_an_optimizer_hook_writes_masters_back(steps: int) -> None:
     def made(net: nn.Module) -> torch.optim.Optimizer:
         optimizer = adamw(net)
-        masters, copy = masters_beside(net)  # the gains are the same in half at first
+        masters, copy = float32_masters(net)  # the gains are the same in half at first
 
         def write(*given: Any) -> None:
             copy()
@@ -826,7 +826,7 @@ MAKERS: dict[str, Made] = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["SGD", "AdamW", "fused"], MAKERS))
+@pytest.mark.parametrize("kind", slow_except(["SGD", "AdamW", "fused"], MAKERS))
 def test_a_sampled_run_ends_with_the_same_bits(kind: str, always: None) -> None:
     def ended(is_watched: bool) -> tuple[list[torch.Tensor], Watch]:
         net = Net().to(HALF)
@@ -1004,11 +1004,16 @@ def test_a_scan_records_updates_unless_the_scaler_refuses_half_gradients(tmp_pat
     assert (refused.autocast_error.code, refused.updates) == ("misuse-half-parameters", None)
 
 
-def test_the_public_watch_has_no_updates_without_steps() -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_public_watch_has_updates_if_the_optimizer_stepped(steps: int) -> None:
     net = Net().to(HALF)
-    with ampdbg.watch(net, adamw(net)) as watched:
-        pass
-    assert watched.record().updates is None
+    optimizer = adamw(net)
+    with ampdbg.watch(net, optimizer) as watched:
+        for loss in losses(net, HALF, steps):
+            loss.backward()
+            optimizer.step()
+    updates = watched.record().updates
+    assert (updates.steps if updates is not None else 0) == steps
 
 
 # Stored dtypes
@@ -1059,7 +1064,7 @@ def test_run_reports_the_frozen_norms_of_a_bfloat16_llama_in_a_trainer(
 ) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    record, _, code = ran(tmp_path, TRAINER.format(dtype=dtype), options=())
+    record, _, code = run_with_page(tmp_path, TRAINER.format(dtype=dtype), options=())
     assert (codes(record), code) == (found, len(found))
     named = record.findings[0].evidence["parameters"] if found else []
     assert isinstance(named, list)

@@ -121,7 +121,7 @@ def step_of(proof: Proof, name: str) -> ProofStep:
     return next(step for step in proof.steps if step.name == name)
 
 
-def begun_here(self: FreshProcesses, task: Task, job: Job) -> Pending:
+def run_in_this_process(self: FreshProcesses, task: Task, job: Job) -> Pending:
     """Runs a task in this process, instead of starting another one, which takes seconds."""
 
     def pending(observer: Observer) -> JobResult:

@@ -18,7 +18,7 @@ class Light:
     name: str = ""
 
 
-def says_two_things(seen: object, observer: Observer, deliver: Deliver, folder: Path) -> None:
+def reports_two_stages(seen: object, observer: Observer, deliver: Deliver, folder: Path) -> None:
     deliver(seen)
     observer.stage("one")
     os.write(1, b"what a user prints")
@@ -41,7 +41,7 @@ def crashes(seen: object, observer: Observer, deliver: Deliver, folder: Path) ->
     os.abort()
 
 
-def leaves_a_thread(seen: object, observer: Observer, deliver: Deliver, folder: Path) -> None:
+def does_not_end(seen: object, observer: Observer, deliver: Deliver, folder: Path) -> None:
     deliver(seen)
     os.close(sys.stdout.fileno())
     vars(observer)["stage"].__closure__[1].cell_contents.close()

@@ -116,10 +116,11 @@ def test_source_lines_and_tracebacks_show_the_patch_until_the_overlay_ends(folde
     assert source_of((str(path), 4, "")).text == ""
 
 
-def test_a_syntax_error_in_the_patch_names_the_patched_file(folder: Path) -> None:
-    with overlaid({folder / "overlaid_two.py": b"VALUE = (\n"}), pytest.raises(SyntaxError) as caught:
+def test_a_syntax_error_in_the_patch_names_the_patched_file_and_shows_its_line(folder: Path) -> None:
+    with overlaid({folder / "overlaid_two.py": b"\nVALUE = (\n"}), pytest.raises(SyntaxError) as caught:
         importlib.import_module("overlaid_two")
-    assert caught.value.filename == str(folder / "overlaid_two.py")
+    assert (caught.value.filename, caught.value.lineno) == (str(folder / "overlaid_two.py"), 2)
+    assert "    VALUE = (\n" in traceback.format_exception_only(caught.value)[1]
 
 
 def test_the_import_system_is_restored_after_an_error(folder: Path) -> None:

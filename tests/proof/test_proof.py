@@ -26,9 +26,9 @@ from tests.proof.overflowing import (
     IN_FP32,
     NET,
     OVERFLOWS,
-    begun_here,
     failing_steps,
     proven,
+    run_in_this_process,
     step_of,
     written,
 )
@@ -39,7 +39,7 @@ TITLE = "line 15 of net.py"
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts no process, which takes seconds: the tests check the results of the experiments."""
-    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
+    monkeypatch.setattr(FreshProcesses, "__call__", run_in_this_process)
 
 
 def failed(proof: Proof) -> list[str]:
@@ -316,12 +316,19 @@ def test_a_proof_leaves_another_prepared_run_unpatched(tmp_path: Path) -> None:
     config = written(tmp_path)
     failing = failing_steps(config)
     with prepared(config) as run:
-        before = run.workload.losses(next(run.workload.batches()))
+
+        def losses() -> list[torch.Tensor]:
+            """In FP32 and in FP16. Only with the patch both are finite."""
+            batch = next(run.workload.batches())
+            with torch.autocast(run.device.type, dtype=torch.float16):
+                low = run.workload.losses(batch)["loss"]
+            return [run.workload.losses(batch)["loss"], low]
+
+        before = losses()
         assert proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing).passed
-        with torch.autocast(run.device.type, dtype=torch.float16):
-            after = run.workload.losses(next(run.workload.batches()))
-    assert torch.isfinite(before["loss"])
-    assert torch.isnan(after["loss"])
+        after = losses()
+    assert [loss.isfinite().item() for loss in before] == [True, False]
+    assert [loss.isfinite().item() for loss in after] == [True, False]
 
 
 @pytest.mark.slow

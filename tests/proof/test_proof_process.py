@@ -32,13 +32,13 @@ def run(
 
 def test_stages_are_passed_on_to_the_observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
-    assert run(tasks.says_two_things, tmp_path, monkeypatch, observer=observing(stage=stages.append)) == NOTHING
+    assert run(tasks.reports_two_stages, tmp_path, monkeypatch, observer=observing(stage=stages.append)) == NOTHING
     assert stages == ["one", "two"]
 
 
 def test_a_result_with_nan_and_inf_arrives_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = JobResult(trained=Trained(losses=(float("nan"), float("inf"), 0.5)))
-    assert repr(run(tasks.says_two_things, tmp_path, monkeypatch, seen)) == repr(seen)
+    assert repr(run(tasks.reports_two_stages, tmp_path, monkeypatch, seen)) == repr(seen)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_process_without_a_result_reports_how_it_ended(
 
 def test_a_result_counts_even_if_the_process_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ENDING", 0.2)
-    assert run(tasks.leaves_a_thread, tmp_path, monkeypatch, tasks.Light("a")) == tasks.Light("a")
+    assert run(tasks.does_not_end, tmp_path, monkeypatch, tasks.Light("a")) == tasks.Light("a")
 
 
 def test_an_interrupt_ends_the_process_and_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_a_warm_process_is_used_and_is_ended_if_not_needed(tmp_path: Path, monke
     monkeypatch.setattr(subprocess, "Popen", begin)
     with processes.FreshProcesses(tmp_path) as start:
         start.warm()
-        assert start(tasks.says_two_things, cast(Any, NOTHING))(UNOBSERVED) == cast(Any, NOTHING)
+        assert start(tasks.reports_two_stages, cast(Any, NOTHING))(UNOBSERVED) == cast(Any, NOTHING)
         assert len(began) == 1
         start.warm()
     assert len(began) == 2

@@ -97,7 +97,7 @@ def test_version_2_fields_become_the_replay_reach_and_a_not_reproduced_outcome()
 STEP = {"step": 0, "loss": 1.0, "scale": 1.0, "found_inf": False, "skipped": False}
 DAMAGED = {
     "empty": ("", "not a record: "),
-    "cut short": (to_json(healthy())[:-40], "not a record: "),
+    "truncated": (to_json(healthy())[:100], "not a record: EOF while parsing a string at line "),
     "a NaN": (to_json(forward_nan()).replace('"nan"', "NaN"), "not a record: "),
     "a number of 6,000 digits": (to_json(healthy()).replace("50", "1" * 6000), "not a record: number out of range"),
     "another thing": ("[1, 2]", 'it has no "format": "ampdbg.record"'),

@@ -22,7 +22,7 @@ from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay
 from tests.strategies import steps as any_steps
 
 ENVIRONMENT = Environment("0", "3", "2", "linux", "cpu", "", "cuda", emulated=True)
-GOING_ON = Record("run", "2026-01-02T03:04:05+00:00", ENVIRONMENT, {}, "inconclusive", interrupted=True)
+UNFINISHED = Record("run", "2026-01-02T03:04:05+00:00", ENVIRONMENT, {}, "inconclusive", interrupted=True)
 
 
 def step(number: int, **facts: Any) -> Step:
@@ -46,10 +46,10 @@ def test_the_log_reads_back_as_the_record_during_and_after_the_run(tmp_path: Pat
     log, steps = log_of(path), [step(0), step(1, loss=float("nan"), skipped=True, grad_norm=float("inf")), step(2)]
     for one in steps:
         log.step(one)
-        log.note("news", lambda: GOING_ON, found[: one.step])
+        log.note("news", lambda: UNFINISHED, found[: one.step])
     assert is_log(path)
-    assert repr(read_log(path)) == repr(replace(GOING_ON, steps=tuple(steps), investigations=tuple(found)))
-    ended = replace(GOING_ON, steps=(*steps[:2], replace(steps[2], loss=9.0)), interrupted=False, elapsed=3.0)
+    assert repr(read_log(path)) == repr(replace(UNFINISHED, steps=tuple(steps), investigations=tuple(found)))
+    ended = replace(UNFINISHED, steps=(*steps[:2], replace(steps[2], loss=9.0)), interrupted=False, elapsed=3.0)
     log.end(replace(ended, investigations=tuple(found)))
     assert repr(read_log(path)) == repr(replace(ended, investigations=tuple(found)))
 
@@ -61,14 +61,14 @@ def test_a_step_is_read_back_unchanged(made: Step, tmp_path_factory: pytest.Temp
     path = tmp_path_factory.getbasetemp() / "one.jsonl"
     log = log_of(path)
     log.step(made)
-    log.end(replace(GOING_ON, steps=(made,)))
+    log.end(replace(UNFINISHED, steps=(made,)))
     assert repr(read_log(path).steps) == repr((made,))
 
 
 def test_the_record_is_written_again_only_if_the_news_changes(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    log, misused = log_of(path), replace(GOING_ON, misuses=(Misuse("misuse-no-update", 1),))
-    for number, (news, record) in enumerate([(0, GOING_ON), (0, misused), (1, misused), (1, GOING_ON)]):
+    log, misused = log_of(path), replace(UNFINISHED, misuses=(Misuse("misuse-no-update", 1),))
+    for number, (news, record) in enumerate([(0, UNFINISHED), (0, misused), (1, misused), (1, UNFINISHED)]):
         log.step(step(number))
         log.note(news, functools.partial(replace, record), ())
     kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
@@ -91,7 +91,7 @@ def test_a_truncated_last_line_is_ignored(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "run.jsonl"
     log = log_of(path)
     log.step(step(0))
-    log.note(0, lambda: GOING_ON, ())
+    log.note(0, lambda: UNFINISHED, ())
     log.step(step(1))
     path.write_bytes(path.read_bytes()[:-cut])
     assert read_log(path).steps == (step(0),)
@@ -114,10 +114,10 @@ def run_of(path: Path, count: int, *, is_bad: Callable[[int], bool] = FEW.__cont
         skipped = is_bad(number)
         steps.add_losses({"loss": losses[number % 1000]}, 1.0)
         steps.close(OpenStep(scale=torch.tensor(65536.0), skipped=skipped))
-        log.note(steps.left_out, lambda: replace(GOING_ON, left_out=steps.left_out), ())
+        log.note(steps.left_out, lambda: replace(UNFINISHED, left_out=steps.left_out), ())
         if number % 499 == 0:
             most = max(most, path.stat().st_size)
-    return replace(GOING_ON, steps=steps.steps, left_out=steps.left_out), max(most, path.stat().st_size)
+    return replace(UNFINISHED, steps=steps.steps, left_out=steps.left_out), max(most, path.stat().st_size)
 
 
 def test_the_log_of_a_long_run_stays_below_2_mb_and_has_every_recorded_step(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_forked_child_does_not_write_to_the_log(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     log.step(step(1))
     log.thinned([step(1)])
-    log.note(1, lambda: GOING_ON, [investigation(1)])
-    log.end(replace(GOING_ON, steps=(step(1),)))
+    log.note(1, lambda: UNFINISHED, [investigation(1)])
+    log.end(replace(UNFINISHED, steps=(step(1),)))
     assert path.read_bytes() == before
 
 
@@ -193,8 +193,8 @@ def test_an_unwritable_log_gives_one_warning(tmp_path: Path, place: str) -> None
     log = log_of(tmp_path / place, said.append)
     for number in range(3):
         log.step(step(number))
-        log.note(number, lambda: GOING_ON, ())
-    log.end(replace(GOING_ON, steps=(step(2),)))
+        log.note(number, lambda: UNFINISHED, ())
+    log.end(replace(UNFINISHED, steps=(step(2),)))
     (warning,) = said
     assert warning.startswith(f"cannot write the log any more: {tmp_path / place}: ")
     assert warning.endswith("; the run continues")
@@ -206,7 +206,7 @@ def test_the_log_does_not_overwrite_a_user_file(tmp_path: Path, text: str) -> No
     path.write_text(text)
     log = log_of(path, said.append)
     log.step(step(0))
-    log.end(replace(GOING_ON, steps=(step(0),)))
+    log.end(replace(UNFINISHED, steps=(step(0),)))
     told = "it holds no log, and would be overwritten; --log FILE names another file"
     assert said == [f"cannot write the log any more: {path}: {told}; the run continues"]
     assert path.read_text() == text
@@ -228,7 +228,7 @@ def test_the_log_overwrites_an_empty_file_and_an_earlier_log(tmp_path: Path, the
     path.write_text(there)
     log = log_of(path)
     log.step(step(0))
-    log.end(replace(GOING_ON, steps=(step(0),)))
+    log.end(replace(UNFINISHED, steps=(step(0),)))
     assert read_log(path).steps == (step(0),)
 
 
@@ -236,7 +236,7 @@ def test_a_full_disk_gives_one_warning_and_keeps_earlier_steps(tmp_path: Path, m
     said: list[str] = []
     log = log_of(tmp_path / "run.jsonl", said.append)
     log.step(step(0))
-    log.note(0, lambda: GOING_ON, ())
+    log.note(0, lambda: UNFINISHED, ())
     write = os.write
 
     def full(file: int, line: bytes) -> int:
@@ -248,7 +248,7 @@ def test_a_full_disk_gives_one_warning_and_keeps_earlier_steps(tmp_path: Path, m
     for number in range(1, 4):
         log.step(step(number))
     monkeypatch.undo()
-    log.end(replace(GOING_ON, steps=(step(3),)))
+    log.end(replace(UNFINISHED, steps=(step(3),)))
     assert said == [
         f"cannot write the log any more: {tmp_path / 'run.jsonl'}: No space left on device; the run continues"
     ]

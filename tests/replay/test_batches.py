@@ -213,7 +213,7 @@ VALUES = st.recursive(
 )
 
 
-def again(value: Any, live: Any = None) -> Any:
+def packed_and_unpacked(value: Any, live: Any = None) -> Any:
     """The value, packed to the bytes of a file and unpacked."""
     packing = Packing("value")
     packed = json.loads(json.dumps(packing.of(value), allow_nan=False))
@@ -236,7 +236,7 @@ def same(one: Any, other: Any) -> bool:
 @given(VALUES)
 @settings(deadline=None)
 def test_plain_values_survive_packing(value: Any) -> None:
-    assert same(again(value), value)
+    assert same(packed_and_unpacked(value), value)
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -246,7 +246,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)], ids=str)
 def test_tensors_survive_packing(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).mul(3).to(dtype)
-    found = again({"x": [tensor, tensor], "y": tensor.t() if tensor.dim() == 2 else tensor})
+    found = packed_and_unpacked({"x": [tensor, tensor], "y": tensor.t() if tensor.dim() == 2 else tensor})
     assert found["x"][0] is found["x"][1]
     assert found["x"][0].dtype is dtype
     assert torch.equal(found["x"][0], tensor)
@@ -255,7 +255,7 @@ def test_tensors_survive_packing(dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 def test_infinities_nan_and_requires_grad_survive_packing() -> None:
     tensor = torch.tensor([math.inf, -math.inf, math.nan, -0.0], requires_grad=True)
-    found = again(tensor)
+    found = packed_and_unpacked(tensor)
     assert found.requires_grad
     assert found.is_leaf
     assert found.detach().numpy().tobytes() == tensor.detach().numpy().tobytes()
@@ -263,12 +263,12 @@ def test_infinities_nan_and_requires_grad_survive_packing() -> None:
 
 def test_an_unpacked_string_is_interned() -> None:
     name = "".join(["conv", "2d"])  # not an interned constant
-    assert again([name])[0] is sys.intern("conv2d")
+    assert packed_and_unpacked([name])[0] is sys.intern("conv2d")
 
 
 @pytest.mark.parametrize("array", [numpy.arange(6).reshape(2, 3), numpy.float32(0.1), numpy.array([1.5, math.nan])])
 def test_numpy_arrays_and_scalars_survive_packing(array: Any) -> None:
-    found = again([array])[0]
+    found = packed_and_unpacked([array])[0]
     assert type(found) is type(array)
     assert found.dtype == array.dtype
     assert numpy.array_equal(found, array, equal_nan=True)
@@ -290,7 +290,7 @@ def test_captured_values_are_unpacked_into_the_types_of_the_live_objects() -> No
         (OrderedDict(x=there, name="then"), OrderedDict(x=here, name="now")),
         (Pair(there, "then"), Pair(here, "now")),
     ]:
-        found = again([value], [live])[0]
+        found = packed_and_unpacked([value], [live])[0]
         assert type(found) is type(live)
         values = vars(found).get("data", vars(found)) if not isinstance(found, (dict, tuple)) else found
         parts = list(values.values()) if isinstance(values, dict) else list(values)
@@ -302,7 +302,7 @@ def test_captured_values_are_unpacked_into_the_types_of_the_live_objects() -> No
 @pytest.mark.parametrize(("value", "live"), [(object(), None), (Batch(torch.ones(1), ""), None), (print, 3)])
 def test_unpacking_refuses_an_object_without_a_live_counterpart(value: Any, live: Any) -> None:
     with pytest.raises(PackedError, match="this script has a"):
-        again([value], [live])
+        packed_and_unpacked([value], [live])
 
 
 HOSTILE = [

@@ -25,7 +25,7 @@ from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 from ampdbg.training.loop import train
 from tests.observing import observing
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.written import written
 
 WORKLOAD = """
@@ -118,7 +118,7 @@ MANNERS = [
 RAISES_IN = [None, "torch.float16", "torch.float32", "torch.float64"]
 
 
-@pytest.mark.parametrize("raises_in", slow_but_for([None, "torch.float32"], RAISES_IN))
+@pytest.mark.parametrize("raises_in", slow_except([None, "torch.float32"], RAISES_IN))
 def test_a_replay_leaves_model_optimizer_and_random_states_unchanged(tmp_path: Path, raises_in: str | None) -> None:
     with prepared(config(tmp_path)) as run:
         snapshot = after_a_step(run)
@@ -409,7 +409,7 @@ def data(bad=6e4):
 MODELS: list[Any] = ["Drawing", "Momentum", "Counter", "Bank", "Queue", "Recurrent"]
 MODELS += [("Momentum", {"by_data": True}), ("Recurrent", {"detached": False})]
 
-OUTSIDE = ["Numbers", "AGlobalMean", "AMeanOfAnObject"]
+STATE_OUTSIDE_THE_MODEL = ["Numbers", "AGlobalMean", "AMeanOfAnObject"]
 """Models that write state outside themselves: a replay starts with that state after the step, and restores it."""
 
 
@@ -440,7 +440,7 @@ def held_by(model: torch.nn.Module) -> dict[str, Any]:
     return {**{name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, **plain}
 
 
-@pytest.mark.parametrize("model", slow_but_for(["Drawing", "Numbers"], [*MODELS, *OUTSIDE]), ids=str)
+@pytest.mark.parametrize("model", slow_except(["Drawing", "Numbers"], [*MODELS, *STATE_OUTSIDE_THE_MODEL]), ids=str)
 def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: Any, tmp_path: Path) -> None:
     checked = moving(tmp_path, model)
     (plain, without), (replayed, with_replays) = trained(checked, 0), trained(checked, 2)

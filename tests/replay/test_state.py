@@ -112,7 +112,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def of_tensor(tensor: torch.Tensor) -> Any:
+def tensor_facts(tensor: torch.Tensor) -> Any:
     place = None if tensor.is_sparse else (tensor.data_ptr(), tensor.stride())
     facts = place, tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf
     gradient = tensor.grad if tensor.is_leaf else None
@@ -121,7 +121,7 @@ def of_tensor(tensor: torch.Tensor) -> Any:
 
 
 CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (torch.Tensor, of_tensor),
+    (torch.Tensor, tensor_facts),
     (np.ndarray, lambda value: value.tolist()),
     (torch.Generator, lambda value: value.get_state().tolist()),
     (random.Random, lambda value: value.getstate()),
@@ -227,7 +227,7 @@ def test_tensors_in_finds_every_tensor_of_a_model_once() -> None:
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in wanted}
 
 
-class Looked(dict[str, int]):
+class AttributeDict(dict[str, int]):
     """A dict whose keys are attributes, as in much public code."""
 
     __getattr__ = dict.__getitem__
@@ -235,16 +235,16 @@ class Looked(dict[str, int]):
 
 def test_a_dict_that_raises_keyerror_for_a_missing_attribute_is_restored_and_copied() -> None:
     model: Any = torch.nn.Linear(1, 1)
-    model.sizes = Looked(width=1)
-    with restored(model, batches=[Looked(x=1)]):
+    model.sizes = AttributeDict(width=1)
+    with restored(model, batches=[AttributeDict(x=1)]):
         pass
-    assert duplicate(Looked(x=1)) == {"x": 1}
+    assert duplicate(AttributeDict(x=1)) == {"x": 1}
 
 
 # A replay starts with the state before its step, in the model of the run or in a newly built one
 
 
-def moved(net: Any) -> list[float]:
+def changed_as_by_forward(net: Any) -> list[float]:
     """Changes plain attributes, as a forward pass would, and returns the drawn random numbers."""
     net.count += 1
     net.previous = net.previous + 1
@@ -265,7 +265,7 @@ def values(net: Any) -> list[Any]:
 def after_two_steps(net: Any) -> ModelState:
     """The attributes before the third step."""
     for _ in range(2):
-        moved(net)
+        changed_as_by_forward(net)
     del net.made
     return ModelState.now(net)
 
@@ -273,12 +273,12 @@ def after_two_steps(net: Any) -> ModelState:
 def test_every_replay_starts_with_the_attributes_before_the_step() -> None:
     net = Net()
     saved, found = after_two_steps(net), values(net)
-    drawn, ended = moved(net), values(net)
+    drawn, ended = changed_as_by_forward(net), values(net)
     for _ in range(2):
         with restored(net):
             saved.held.restore()
             assert values(net) == found
-            assert moved(net) == drawn
+            assert changed_as_by_forward(net) == drawn
         assert values(net) == ended
 
 
@@ -310,7 +310,7 @@ def test_a_saved_model_state_does_not_change_with_the_run() -> None:
     saved, found = after_two_steps(net), values(net)
     net.bank[0] = 7
     net.cache["b"][0].fill_(5)
-    moved(net)
+    changed_as_by_forward(net)
     with restored(net):
         saved.held.restore()
         assert values(net) == found
@@ -324,14 +324,14 @@ def test_a_packed_state_restores_a_newly_built_model_and_keeps_its_own_attribute
     torch.save(packed_now, file)
     assert len(file.getvalue()) < 60_000
     file.seek(0)
-    drawn = moved(net)
+    drawn = changed_as_by_forward(net)
     for packed in (packed_now, torch.load(file, weights_only=False)):
         other.added = 1  # type: ignore[assignment]
         carried = packed.unpacked(other)
         with restored(other):
             carried.held.restore()
             assert values(other) == found
-            assert moved(other) == drawn
+            assert changed_as_by_forward(other) == drawn
             assert other.added == 1
             assert other.alias is other.norm.running_mean
             assert other.weights[0] is other.linear.weight

@@ -131,7 +131,7 @@ SUGGEST = "ampdbg suggest-fp32 config.yaml"
 AT_O1 = "ampdbg scan config.yaml --set precision.level=O1"
 
 
-def ends_in(code: str, verdict: Verdict) -> tuple[LevelCost, ...]:
+def levels_with_finding(code: str, verdict: Verdict) -> tuple[LevelCost, ...]:
     return LEVELS[0], replace(LEVELS[1], finding=replace(FINDING, code=code), verdict=verdict)
 
 
@@ -140,10 +140,10 @@ def ends_in(code: str, verdict: Verdict) -> tuple[LevelCost, ...]:
     [
         (LEVELS[:2], SUGGEST),
         (LEVELS, AT_O1),
-        (ends_in("mask-constant", "other"), SUGGEST),
+        (levels_with_finding("mask-constant", "other"), SUGGEST),
         ((LEVELS[0], LevelCost("O1", "O1", "float16", error="no autocast here")), AT_O1),
-        (ends_in("divergence", "other"), AT_O1),
-        (ends_in("unknown", "inconclusive"), AT_O1),
+        (levels_with_finding("divergence", "other"), AT_O1),
+        (levels_with_finding("unknown", "inconclusive"), AT_O1),
         (LEVELS[2:4], "ampdbg scan config.yaml --set precision.level=O2"),
         ((replace(LEVELS[4], verdict="other"),), f"{AT_O1} --set precision.dtype=bfloat16"),
     ],

@@ -10,7 +10,7 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.pins import PinSite
 from ampdbg.record.run import Record, Site
 from tests.report.runs import RUNS, record_of, remade
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 BMM, CAST = "aten.bmm.default", "aten._to_copy.default"
 
@@ -194,6 +194,6 @@ def test_the_packed_record_of_a_run_has_the_expected_outcome(name: str) -> None:
     assert outcome(record_of(name)) == OUTCOMES[name]
 
 
-@pytest.mark.parametrize("name", slow_but_for(QUICK, RUNS))
+@pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
 def test_a_new_run_has_the_expected_outcome(name: str) -> None:
     assert outcome(remade(name)) == OUTCOMES[name]

@@ -172,7 +172,7 @@ def test_a_run_in_fp32_is_not_advised_to_rescan_in_fp32() -> None:
     assert "ampdbg scan" in rendered(collapse())
 
 
-def said_of(command: str, **fields: object) -> str:
+def page_without_loss(command: str, **fields: object) -> str:
     """The page of a script whose last step ended before its loss."""
     found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
     first, last = (replace(healthy_step(number), scaler=1) for number in range(2))
@@ -194,7 +194,7 @@ def said_of(command: str, **fields: object) -> str:
 def test_the_loss_of_a_step_that_ended_before_its_loss_is_omitted(
     command: str, error: str, headline: str, losses: str
 ) -> None:
-    text = said_of(command, error=error)
+    text = page_without_loss(command, error=error)
     assert f"The forward pass overflows in net {headline}" in text
     assert f"0 skipped · loss {losses} · loss scale" in text
 
@@ -209,7 +209,7 @@ def typed_next(record: Record, typed: CommandContext) -> str | None:
     return command.command if command else None
 
 
-def of_captures(step: int, replayed: int, *investigations: Investigation) -> str | None:
+def next_command_with_captures(step: int, replayed: int, *investigations: Investigation) -> str | None:
     """The next command if the first finding is at this step, with these replays."""
     found = Finding("forward-overflow", "error", step, "forward", "it overflows", "pin it")
     found = replace(found, evidence={"replayed_step": replayed})
@@ -221,11 +221,11 @@ def of_captures(step: int, replayed: int, *investigations: Investigation) -> str
 @pytest.mark.parametrize(("step", "replayed", "named"), [(60, 61, 61), (0, 1, 1), (60, 60, 61), (62, 62, 62)])
 def test_the_next_command_names_the_capture_of_the_first_finding(step: int, replayed: int, named: int) -> None:
     path = f".ampdbg/captures/20261124T235949Z-step-{named}.safetensors"
-    assert of_captures(step, replayed) == f"ampdbg suggest-fp32 {path}"
+    assert next_command_with_captures(step, replayed) == f"ampdbg suggest-fp32 {path}"
 
 
 def test_a_capture_before_the_first_finding_is_not_suggested() -> None:
-    assert of_captures(99, 99, Investigation(99, "loss", LOST)) == "ampdbg explain forward-overflow"
+    assert next_command_with_captures(99, 99, Investigation(99, "loss", LOST)) == "ampdbg explain forward-overflow"
 
 
 @pytest.mark.parametrize("note", ["", "step 3 was not captured: it would take 3 GB"])

@@ -6,10 +6,10 @@ import pytest
 
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, ran, steps_captured
-from tests.siblings import slow_but_for
+from tests.script.test_run import captured, run_with_page, steps_captured
+from tests.siblings import slow_except
 
-LOOKS_FIRST = scripts.loop("""
+RAISES_BEFORE_LOSS = scripts.loop("""
 import copy
 kind, fault, when = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -50,18 +50,18 @@ for step in range(8):
 KINDS = ["teacher", "own", "parts", "moved"]
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["teacher", "parts"], KINDS))
+@pytest.mark.parametrize("kind", slow_except(["teacher", "parts"], KINDS))
 def test_an_input_beyond_fp16_is_found_if_the_script_raises_before_its_loss(tmp_path: Path, kind: str) -> None:
-    record, page, code = ran(tmp_path, LOOKS_FIRST, kind, "large", "5")
+    record, page, code = run_with_page(tmp_path, RAISES_BEFORE_LOSS, kind, "large", "5")
     assert (code, record.verdict, record.steps_run, steps_captured(record)) == (1, "other", 6, [5])
     assert (record.findings[0].code, record.findings[0].step) == ("data-range", 5)
     assert "only its modules were replayed (the script ended before its loss)" in page
     assert "in FP32 too the loss" not in page  # no replay computed a loss
 
 
-@pytest.mark.parametrize("step", slow_but_for(["0"], ["0", "5"]))
+@pytest.mark.parametrize("step", slow_except(["0"], ["0", "5"]))
 def test_replay_reproduces_data_range_for_a_step_that_ended_before_its_loss(tmp_path: Path, step: str) -> None:
-    record, page, _ = ran(tmp_path, LOOKS_FIRST, "teacher", "large", step)
+    record, page, _ = run_with_page(tmp_path, RAISES_BEFORE_LOSS, "teacher", "large", step)
     again = start(tmp_path, "replay", captured(record)[0])
     said = " ".join(again.stdout.split())
     assert f"error data-range · step {step}" in said
@@ -69,7 +69,7 @@ def test_replay_reproduces_data_range_for_a_step_that_ended_before_its_loss(tmp_
     assert ("no scaler used" in page, "no scaler used" in said) == (False, False)
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["own"], KINDS))
+@pytest.mark.parametrize("kind", slow_except(["own"], KINDS))
 @pytest.mark.parametrize(
     ("fault", "why"),
     [("nothing", "every module output is finite"), ("mask", "its modules give inf or NaN in FP32 too")],
@@ -77,7 +77,7 @@ def test_replay_reproduces_data_range_for_a_step_that_ended_before_its_loss(tmp_
 def test_an_error_after_finite_or_masked_outputs_has_no_finding_and_no_capture(
     tmp_path: Path, kind: str, fault: str, why: str
 ) -> None:
-    record, page, code = ran(tmp_path, LOOKS_FIRST, kind, fault, "5")
+    record, page, code = run_with_page(tmp_path, RAISES_BEFORE_LOSS, kind, fault, "5")
     is_seen = why if kind != "parts" else "every module output is finite"  # with parts, no module output holds the mask
     assert (code, record.verdict, record.findings, steps_captured(record)) == (1, "inconclusive", (), [])
     assert is_seen in page

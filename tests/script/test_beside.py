@@ -10,7 +10,7 @@ from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_run import run
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +205,7 @@ def test_processes_started_by_multiprocessing_are_noted_as_unwatched(tmp_path: P
     assert (result.stdout, record.verdict, record.steps) == ("over\n", "inconclusive", ())
 
 
-@pytest.mark.parametrize("how", slow_but_for(["pool"], ["loader", "pool", "alone"]))
+@pytest.mark.parametrize("how", slow_except(["pool"], ["loader", "pool", "alone"]))
 def test_data_loader_workers_and_pools_are_not_noted_as_unwatched(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, STARTS_PROCESSES, how)
     assert (record.unseen.notes, len(record.steps)) == ((), 2), result.stderr

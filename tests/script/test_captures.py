@@ -26,8 +26,8 @@ from ampdbg.script.capture import Captures
 from ampdbg.script.launch import Start
 from tests.commands.program import Here, Result, environment, start
 from tests.script import scripts
-from tests.script.test_run import by_python, captured, run, steps_captured, where
-from tests.siblings import slow_but_for
+from tests.script.test_run import by_python, captured, first_finding, run, steps_captured
+from tests.siblings import slow_except
 
 COLLAPSES = (
     scripts.MODEL.replace("GAIN", "self.gain").replace("    def forward", "    gain = 1.0\n\n    def forward")
@@ -54,7 +54,7 @@ def capture_of(folder: Path) -> Path:
     return min((folder / ".ampdbg" / "captures").glob("*.safetensors"))
 
 
-def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result, Record]:
+def run_on_capture(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result, Record]:
     """Runs a command on a capture and reads its record."""
     result = start(folder, command, str(capture), "--record=c.json", *options)
     assert (folder / "c.json").exists(), result.stderr
@@ -65,7 +65,7 @@ def test_an_overflow_beside_a_frozen_mask_is_named_by_module_op_and_line_and_cap
     made = "self.attention, self.out ="
     mask = "self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)"
     result, record = run(tmp_path, scripts.PLAIN.replace(made, f"{mask}\n        {made}"), "400", "6")
-    assert where(record) == ("forward-overflow", 0, "attention", "scores = h @ h.transpose(-1, -2)")
+    assert first_finding(record) == ("forward-overflow", 0, "attention", "scores = h @ h.transpose(-1, -2)")
     found = record.findings[0]
     assert (result.code, record.verdict, found.op) == (1, "precision", "aten.bmm.default")
     value = found.evidence["value"]
@@ -89,10 +89,10 @@ def test_a_capture_of_a_killed_process_works_in_another_folder(tmp_path: Path) -
     shutil.rmtree(first)
     capture = other / "step.safetensors"
 
-    result, record = on(other, "replay", capture)
+    result, record = run_on_capture(other, "replay", capture)
     found = record.findings[0]
     assert (result.code, found.code, found.module, found.op) == (1, "forward-overflow", "3", "aten.mm.default")
-    assert where(record)[3].startswith("similar = ")
+    assert first_finding(record)[3].startswith("similar = ")
     made = record.investigations[0]
     assert (made.step, made.reproduced, made.tries) == (300, 5, 5)
     assert "step 300 fails in 5 of 5 unchanged replays" in " ".join(result.stdout.split())
@@ -101,10 +101,10 @@ def test_a_capture_of_a_killed_process_works_in_another_folder(tmp_path: Path) -
     assert isinstance(value, float)
     assert value > 65504
 
-    result, record = on(other, "bisect", capture)
+    result, record = run_on_capture(other, "bisect", capture)
     assert (result.code, [pin.name for pin in record.pins]) == (1, ["3"])
 
-    result, record = on(other, "suggest-fp32", capture)
+    result, record = run_on_capture(other, "suggest-fp32", capture)
     assert result.code == 0
     assert record.verification is not None
     assert record.verification.passed
@@ -149,7 +149,7 @@ for step in range(6):
 @pytest.mark.slow
 def test_a_library_module_is_kept_in_fp32_after_the_line_that_makes_the_model(tmp_path: Path) -> None:
     run(tmp_path, LIBRARYS, "3e5")
-    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
+    result, record = run_on_capture(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
     assert (result.code, [pin.name for pin in record.pins]) == (0, ["1", "2"])
     assert record.handover is not None
     first = LIBRARYS.splitlines().index("        large = x * float(sys.argv[1]) * 2e-3") + 1
@@ -177,7 +177,7 @@ def test_clipping_before_unscaling_does_not_hide_an_overflow(tmp_path: Path) -> 
     result, record = run(tmp_path, early, "400", "6")
     expected = [("forward-overflow", "aten.bmm.default", None), ("misuse-clip-scaled", "", None)]
     assert [(found.code, found.op, found.root) for found in record.findings[:2]] == expected
-    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    result, record = run_on_capture(tmp_path, "suggest-fp32", capture_of(tmp_path))
     assert (result.code, [pin.name for pin in record.pins]) == (0, ["attention:own"])
     assert "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_" in " ".join(result.stderr.split())
 
@@ -189,7 +189,7 @@ def test_a_patch_of_an_imported_file_is_proven_in_the_script(tmp_path: Path) -> 
     (tmp_path / "parts.py").write_text(head, encoding="utf-8")
     text = f"{imports}from parts import Attention, device\ntorch.manual_seed(0)\nclass Net({rest}"
     run(tmp_path, text, "400", "6")
-    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    result, record = run_on_capture(tmp_path, "suggest-fp32", capture_of(tmp_path))
     assert (result.code, record.verification is not None and record.verification.passed) == (0, True)
     assert "+++ b/parts.py" in result.stdout
 
@@ -225,8 +225,8 @@ def test_a_replay_reproduces_the_finding_and_the_numbers_of_the_run(tmp_path: Pa
     text, code, module, line = CASES[case]
     result, record = run(tmp_path, text)
     found = record.findings[0]
-    assert (result.code, *where(record)[::2], where(record)[3]) == (1, code, module, line)
-    result, again = on(tmp_path, "replay", capture_of(tmp_path))
+    assert (result.code, *first_finding(record)[::2], first_finding(record)[3]) == (1, code, module, line)
+    result, again = run_on_capture(tmp_path, "replay", capture_of(tmp_path))
     found_again = again.findings[0]
     assert (result.code, again.verdict) == (1, record.verdict)
     assert (found_again.code, found_again.module, found_again.op) == (found.code, found.module, found.op)
@@ -254,8 +254,8 @@ for _ in range(2):
     optimizer.step()
 """
     (tmp_path / "few.py").write_text(few, encoding="utf-8")
-    result, record = on(tmp_path, "replay", capture_of(tmp_path), "--script", "few.py")
-    assert (result.code, *where(record)[:3:2]) == (1, "forward-overflow", "attention")
+    result, record = run_on_capture(tmp_path, "replay", capture_of(tmp_path), "--script", "few.py")
+    assert (result.code, *first_finding(record)[:3:2]) == (1, "forward-overflow", "attention")
     assert record.investigations[0].reproduced == 5
     assert result.stdout.rstrip().endswith("--script few.py")  # the suggested command starts the same script
 
@@ -286,13 +286,13 @@ for step in range(4):
 @pytest.mark.slow
 def test_in_place_writes_to_arguments_are_undone_before_each_replay(tmp_path: Path) -> None:
     _, record = run(tmp_path, MOVES)
-    result, again = on(tmp_path, "replay", capture_of(tmp_path))
+    result, again = run_on_capture(tmp_path, "replay", capture_of(tmp_path))
     here = again.investigations[0]
     there = next(made for made in record.investigations if made.step == here.step)
     assert (result.code, again.findings[0].code) == (1, "forward-overflow")
     assert here.reproduced == 5
     assert [str(one.loss) for one in here.replays] == [str(one.loss) for one in there.replays]
-    _, searched = on(tmp_path, "bisect", capture_of(tmp_path))
+    _, searched = run_on_capture(tmp_path, "bisect", capture_of(tmp_path))
     assert ([pin.module for pin in searched.pins], searched.search and searched.search.minimal) == ([""], True)
 
 
@@ -329,13 +329,13 @@ def test_captures_of_a_settling_scale_are_dropped_for_the_failing_step(tmp_path:
     assert record.findings[0].code == "forward-overflow"
 
 
-@pytest.mark.parametrize("lost_from", slow_but_for([3], [3, 6]))
+@pytest.mark.parametrize("lost_from", slow_except([3], [3, 6]))
 def test_a_non_finite_loss_while_the_loss_scale_settles_is_captured(tmp_path: Path, lost_from: int) -> None:
     """No earlier step is healthy."""
     script = SETTLES.replace("ASK", "pass").replace("step < 30", f"step < {lost_from}")
     record = run(tmp_path, script, options=("--emulate", "--max-captures=2"))[1]
     assert steps_captured(record) == [lost_from]
-    assert where(record)[:2] == ("forward-overflow", lost_from)
+    assert first_finding(record)[:2] == ("forward-overflow", lost_from)
 
 
 TAKES_TURNS = scripts.loop("""
@@ -375,11 +375,11 @@ def test_a_step_after_a_step_of_another_optimizer_is_captured_and_replayed(tmp_p
     _, record = run(tmp_path, TAKES_TURNS, options=("--emulate", "--capture-step=3"))
     assert steps_captured(record) == [0, 1, 3]  # each optimizer has its own row: critic, actor, temperature
     assert [made.step for made in record.investigations] == [0, 1, 3]
-    result, again = on(tmp_path, "replay", Path(captured(record)[2]))
+    result, again = run_on_capture(tmp_path, "replay", Path(captured(record)[2]))
     assert (result.code, again.investigations[0].reproduced) == (1, 5)
     line = "loss = critic(x).float().square().mean() * 1e-9"
-    assert where(record) == ("forward-overflow", 0, "critic", line)
-    assert where(again) == ("forward-overflow", 0, "critic", line)  # where its row of skipped steps begins
+    assert first_finding(record) == ("forward-overflow", 0, "critic", line)
+    assert first_finding(again) == ("forward-overflow", 0, "critic", line)  # where its row of skipped steps begins
     assert "step 3 was replayed" in again.findings[0].message
     # Its loss is compared with the losses of the critic, which are not finite, not with those of the temperature.
     assert again.investigations[0].continuation == record.investigations[2].continuation == ()
@@ -399,7 +399,7 @@ def test_a_signal_or_ampdbg_capture_captures_the_current_step(tmp_path: Path, as
     weights = result.stdout.splitlines()[-1]
     plain, _ = run(tmp_path, scripts.PLAIN, "1", "6")
     assert plain.stdout.splitlines()[-1] == weights
-    result, again = on(tmp_path, "replay", Path(capture), "--script", "train.py 1 6")
+    result, again = run_on_capture(tmp_path, "replay", Path(capture), "--script", "train.py 1 6")
     assert (result.code, again.verdict, again.investigations[0].step) == (0, "healthy", 2)
     assert is_same_run(again.investigations[0])
 
@@ -430,12 +430,12 @@ def test_a_replay_of_a_requested_step_finds_an_overflow_that_no_loss_shows(tmp_p
     # The run itself compares one healthy step with FP32, and shows the same.
     assert (result.code, record.verdict) == ((0, "healthy") if gain == "1.0" else (1, "precision"))
     (capture,) = (Path(path) for path in captured(record) if path.endswith("-step-50.safetensors"))
-    result, again = on(tmp_path, "replay", capture)
+    result, again = run_on_capture(tmp_path, "replay", capture)
     if gain == "1.0":
         assert (result.code, again.verdict, again.findings) == (0, "healthy", ())
         return
-    assert (result.code, *where(again)[:3:2]) == (1, "silent-overflow", "1")
-    assert where(again)[3] == "return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt()"
+    assert (result.code, *first_finding(again)[:3:2]) == (1, "silent-overflow", "1")
+    assert first_finding(again)[3] == "return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt()"
 
 
 REFUSED = {"--max-capture-size=1kB": "it would take", "--max-captures=0": "at most 0 captures a run"}
@@ -470,7 +470,7 @@ def test_a_capture_from_a_gpu_is_replayed_on_an_emulated_gpu(made: Path, tmp_pat
 
     changed(on_a_gpu)(capture_of(made), tmp_path / "c.safetensors")
     shutil.copy(made / "train.py", tmp_path / "train.py")
-    result, record = on(tmp_path, "replay", tmp_path / "c.safetensors")
+    result, record = run_on_capture(tmp_path, "replay", tmp_path / "c.safetensors")
     assert (result.code, record.environment.emulated, record.findings[0].module) == (1, True, "attention")
     notes = [note for note in record.unseen.notes if note.startswith("captured on NVIDIA H100, and replayed on cpu")]
     assert len(notes) == 1
@@ -534,7 +534,7 @@ def test_no_investigate_still_writes_a_capture_that_can_be_replayed(tmp_path: Pa
     _, record = run(tmp_path, scripts.PLAIN, "400", "6", options=("--emulate", "--no-investigate", "--max-captures=1"))
     assert all(made.reach == "none" for made in record.investigations)
     (capture,) = captured(record)
-    result, again = on(tmp_path, "replay", Path(capture))
+    result, again = run_on_capture(tmp_path, "replay", Path(capture))
     assert (result.code, again.findings[0].code) == (1, "forward-overflow")
 
 
@@ -639,7 +639,7 @@ STARTS_THE_SCRIPT = (
 """These are found only after the script is restarted, which takes long."""
 
 
-@pytest.mark.parametrize("case", slow_but_for(HOSTILE.keys() - set(STARTS_THE_SCRIPT), HOSTILE))
+@pytest.mark.parametrize("case", slow_except(HOSTILE.keys() - set(STARTS_THE_SCRIPT), HOSTILE))
 def test_a_hostile_capture_is_refused_with_one_error_line(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
@@ -710,9 +710,9 @@ def test_a_captured_loss_is_replayed_despite_an_added_model_call_after_the_loss(
     shutil.copy(capture_of(made), tmp_path / "c.safetensors")
     other = scripts.PLAIN.replace("F.cross_entropy(net(x), target)", "F.cross_entropy(net(x), target) + net(x).mean()")
     (tmp_path / "train.py").write_text(other, encoding="utf-8")
-    result, record = on(tmp_path, "replay", tmp_path / "c.safetensors")
+    result, record = run_on_capture(tmp_path, "replay", tmp_path / "c.safetensors")
     assert (result.code, record.investigations[0].reproduced) == (1, 5)
-    assert where(record)[:3] == ("forward-overflow", 0, "attention")
+    assert first_finding(record)[:3] == ("forward-overflow", 0, "attention")
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_run import ran, where
-from tests.siblings import slow_but_for
+from tests.script.test_run import first_finding, run_with_page
+from tests.siblings import slow_except
 
 CLIPPED = scripts.loop("""
 clips = sys.argv[1] == "clips"
@@ -39,11 +39,11 @@ for step in range(8):
 """Without clipping, a gradient of norm 6,000 makes the weights diverge."""
 
 
-@pytest.mark.parametrize("how", slow_but_for(["clips"], ["clips", "does not"]))
+@pytest.mark.parametrize("how", slow_except(["clips"], ["clips", "does not"]))
 def test_an_overflow_is_a_precision_fault_only_if_the_loop_clips_its_gradients(tmp_path: Path, how: str) -> None:
-    record, _, _ = ran(tmp_path, CLIPPED, how)
+    record, _, _ = run_with_page(tmp_path, CLIPPED, how)
     if how == "clips":
         line = "h = (torch.relu(self.a(x)) * self.gain) / self.gain"
-        assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 6, "", line))
+        assert (record.verdict, first_finding(record)) == ("precision", ("forward-overflow", 6, "", line))
     else:
         assert record.verdict != "precision"

@@ -11,7 +11,7 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import Result, start
 from tests.script import scripts
-from tests.script.test_run import alone, run, where
+from tests.script.test_run import alone, first_finding, run
 
 HEAD = """
 import tests.models.torchvision_on_cpu
@@ -151,7 +151,7 @@ def test_autocast_inside_the_model_is_known_from_earlier_steps(tmp_path: Path) -
         assert old in text
         text = text.replace(old, new)
     record = run(tmp_path, text)[1]
-    assert where(record) == ("forward-overflow", 5, "1", "similar = (x * gain) @ (x * gain).transpose(-1, -2)")
+    assert first_finding(record) == ("forward-overflow", 5, "1", "similar = (x * gain) @ (x * gain).transpose(-1, -2)")
     assert record.investigations[0].low.dtype == "float16"
 
 

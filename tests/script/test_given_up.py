@@ -6,9 +6,17 @@ import pytest
 
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_captures import on
-from tests.script.test_run import alone, captured, ran, run, saves_the_same_alone, steps_captured, where
-from tests.siblings import slow_but_for
+from tests.script.test_captures import run_on_capture
+from tests.script.test_run import (
+    alone,
+    assert_unwatched_saves_the_same,
+    captured,
+    first_finding,
+    run,
+    run_with_page,
+    steps_captured,
+)
+from tests.siblings import slow_except
 
 GIVES_UP = scripts.loop("""
 fault, how = sys.argv[1:3]
@@ -83,9 +91,9 @@ OVERFLOW = "similar = self.q(x) @ self.k(x).transpose(-1, -2)"
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
 def test_a_step_that_the_script_skips_is_named_captured_and_patched(tmp_path: Path, how: str) -> None:
-    record, _, code = ran(tmp_path, GIVES_UP, "model", how)
+    record, _, code = run_with_page(tmp_path, GIVES_UP, "model", how)
     assert (code, record.verdict) == (1, "precision")
-    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+    assert first_finding(record) == ("forward-overflow", 5, "attention", OVERFLOW)
     assert steps_captured(record)[0] == 5
     patched = start(tmp_path, "suggest-fp32", captured(record)[0])
     assert patched.code == 0, patched.stderr
@@ -105,16 +113,16 @@ def test_half_weights_with_ddp_hooks_are_investigated_only_by_ampdbg_replay(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "copies", "criterion", "by hand"])
 def test_a_run_whose_script_skips_every_step_names_the_overflow_at_step_0(tmp_path: Path, how: str) -> None:
-    record, _, code = ran(tmp_path, GIVES_UP, "always", how)
+    record, _, code = run_with_page(tmp_path, GIVES_UP, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, 10, 10)
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
 
 
-@pytest.mark.parametrize("how", slow_but_for(["by hand"], ["loss", "by hand"]))
+@pytest.mark.parametrize("how", slow_except(["by hand"], ["loss", "by hand"]))
 def test_a_nan_batch_that_the_script_skips_is_bad_data(tmp_path: Path, how: str) -> None:
-    record, _, code = ran(tmp_path, GIVES_UP, "data", how)
+    record, _, code = run_with_page(tmp_path, GIVES_UP, "data", how)
     assert (code, record.verdict) == (1, "other")
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
 
@@ -122,7 +130,7 @@ def test_a_nan_batch_that_the_script_skips_is_bad_data(tmp_path: Path, how: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "wrapped", "twice", "evaluates"])
 def test_evaluation_passes_and_repeated_model_calls_are_not_skipped_steps(tmp_path: Path, how: str) -> None:
-    record, _, code = ran(tmp_path, GIVES_UP, "nothing", how)
+    record, _, code = run_with_page(tmp_path, GIVES_UP, "nothing", how)
     assert (code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 10, ())
 
 
@@ -131,8 +139,8 @@ def test_evaluation_passes_and_repeated_model_calls_are_not_skipped_steps(tmp_pa
     ("fault", "how"), [("model", "loss"), ("model", "by hand"), ("model", "wrapped"), ("data", "criterion")]
 )
 def test_the_weights_are_the_same_as_unwatched_if_the_script_skips_steps(tmp_path: Path, fault: str, how: str) -> None:
-    ran(tmp_path, GIVES_UP, fault, how)
-    saves_the_same_alone(tmp_path, fault, how)
+    run_with_page(tmp_path, GIVES_UP, fault, how)
+    assert_unwatched_saves_the_same(tmp_path, fault, how)
 
 
 BESIDE = scripts.loop("""
@@ -199,15 +207,15 @@ print(made, [weight.double().sum().item() for weight in net.parameters()])
 """``way`` selects how the loss is made; the target is NaN in the steps ``bad``."""
 
 
-@pytest.mark.parametrize("way", slow_but_for(["difference"], ["heads", "critic", "difference", "penalty"]))
-@pytest.mark.parametrize("bad", slow_but_for([("3", "4", "7")], [("3",), ("3", "4", "7")]))
+@pytest.mark.parametrize("way", slow_except(["difference"], ["heads", "critic", "difference", "penalty"]))
+@pytest.mark.parametrize("bad", slow_except([("3", "4", "7")], [("3",), ("3", "4", "7")]))
 def test_a_loss_of_several_parts_counts_as_one_step(way: str, bad: tuple[str, ...], tmp_path: Path) -> None:
     result, record = run(tmp_path, PARTS, way, *bad, options=())
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))
     assert result.stdout == alone(tmp_path, "train.py", way, *bad)
 
 
-@pytest.mark.parametrize("bad", slow_but_for([("3",)], [("3",), ("3", "4", "7")]))
+@pytest.mark.parametrize("bad", slow_except([("3",)], [("3",), ("3", "4", "7")]))
 def test_each_loss_that_the_script_skips_counts_as_a_skipped_step(bad: tuple[str, ...], tmp_path: Path) -> None:
     result, record = run(tmp_path, PARTS, "given up", *bad, options=())
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))
@@ -273,7 +281,7 @@ print(skipped, min(losses), max(losses))
 MASTERS = ("none", "flat", "model")
 
 
-@pytest.mark.parametrize("masters", slow_but_for(["flat"], MASTERS))
+@pytest.mark.parametrize("masters", slow_except(["flat"], MASTERS))
 def test_skips_while_the_scripts_own_loss_scale_settles_are_calibration(tmp_path: Path, masters: str) -> None:
     result, record = run(tmp_path, OWN_SCALER, "22", "1", "0.001", masters, "")
     skipped, least, most = map(float, result.stdout.split())
@@ -288,9 +296,9 @@ def test_skips_while_the_scripts_own_loss_scale_settles_are_calibration(tmp_path
     assert "agrees with FP32" in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("masters", slow_but_for(["model"], MASTERS))
+@pytest.mark.parametrize("masters", slow_except(["model"], MASTERS))
 def test_a_nan_that_collapses_the_scripts_own_loss_scale_is_named_by_line(tmp_path: Path, masters: str) -> None:
-    record, _, code = ran(tmp_path, OWN_SCALER, "10", "1", "0", masters, "root")
+    record, _, code = run_with_page(tmp_path, OWN_SCALER, "10", "1", "0", masters, "root")
     assert (code, record.verdict, record.steps_skipped) == (1, "other", 12)
     root, collapse = record.findings
     assert (root.code, root.step, collapse.code) == ("true-nan", 12, "scale-collapse")
@@ -300,15 +308,15 @@ def test_a_nan_that_collapses_the_scripts_own_loss_scale_is_named_by_line(tmp_pa
 
 
 def test_growing_the_scripts_own_loss_scale_too_often_is_an_oscillation(tmp_path: Path) -> None:
-    grown, _, _ = ran(tmp_path, OWN_SCALER, "14", "1", "1", "none", "")
+    grown, _, _ = run_with_page(tmp_path, OWN_SCALER, "14", "1", "1", "none", "")
     assert [(found.code, found.severity) for found in grown.findings] == [("scale-oscillation", "warning")]
 
 
 @pytest.mark.slow
 def test_a_fixed_loss_scale_of_the_script_is_an_error_only_if_too_large(tmp_path: Path) -> None:
-    never, _, _ = ran(tmp_path, OWN_SCALER, "26", "0", "0", "none", "")
+    never, _, _ = run_with_page(tmp_path, OWN_SCALER, "26", "0", "0", "none", "")
     assert (never.findings[0].code, never.findings[0].severity) == ("scale-calibration", "error")
-    sound, _, _ = ran(tmp_path, OWN_SCALER, "6", "0", "0", "none", "")
+    sound, _, _ = run_with_page(tmp_path, OWN_SCALER, "6", "0", "0", "none", "")
     assert (sound.verdict, sound.steps_skipped, sound.findings) == ("healthy", 0, ())
 
 
@@ -328,8 +336,8 @@ for step in range(16):
 
 
 def test_a_loss_weight_is_not_a_loss_scale_and_its_skipped_step_is_named(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, WEIGHED)
-    assert where(record)[::3] == ("true-nan", "loss = loss + (loss - loss) ** 0.5")
+    record, _, _ = run_with_page(tmp_path, WEIGHED)
+    assert first_finding(record)[::3] == ("true-nan", "loss = loss + (loss - loss) ** 0.5")
     assert {step.scale for step in record.steps} == {1.0}
     assert [step.step for step in record.steps if step.skipped] == [13]
 
@@ -361,16 +369,16 @@ for step in range(3):
 
 
 def test_suggest_fp32_writes_no_patch_for_half_weights_outside_autocast(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, HALF_ALONE)
-    assert where(record)[::3] == ("forward-overflow", "h = (h * 400) * (h * 400)")
-    result, suggested = on(tmp_path, "suggest-fp32", Path(captured(record)[0]))
+    record, _, _ = run_with_page(tmp_path, HALF_ALONE)
+    assert first_finding(record)[::3] == ("forward-overflow", "h = (h * 400) * (h * 400)")
+    result, suggested = run_on_capture(tmp_path, "suggest-fp32", Path(captured(record)[0]))
     assert [pin.name for pin in suggested.pins] == [":own"]
     assert suggested.handover is not None
     assert (suggested.handover.files, suggested.verification) == ((), None)
     assert "its step runs outside of autocast, which patches rely on" in " ".join(result.stderr.split())
 
 
-ENDS_BEHIND_A_PASS = scripts.loop("""
+ENDS_AFTER_BACKWARD = scripts.loop("""
 how = sys.argv[1]
 net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
@@ -398,7 +406,7 @@ for step in range(6):
 def test_a_non_finite_step_that_ends_the_script_after_backward_is_investigated(
     tmp_path: Path, how: str, code: str | None
 ) -> None:
-    record, _, _ = ran(tmp_path, ENDS_BEHIND_A_PASS, how)
+    record, _, _ = run_with_page(tmp_path, ENDS_AFTER_BACKWARD, how)
     assert [found.code for found in record.findings] == ([code] if code else [])
     assert (record.steps_run, record.steps_skipped) == ((4, 1) if code else (3, 0))
     assert [made.step for made in record.investigations] == ([3] if code else [])
@@ -426,20 +434,20 @@ torch.save(net.state_dict(), "net.pt")
 """Steps after three micro-batches: two of the five in an epoch are left over."""
 
 
-@pytest.mark.parametrize("bad", slow_but_for([4, 14], [3, 4, 13, 14]))
+@pytest.mark.parametrize("bad", slow_except([4, 14], [3, 4, 13, 14]))
 def test_a_failing_micro_batch_without_an_optimizer_step_is_named_and_captured(tmp_path: Path, bad: int) -> None:
     step = 1 if bad < 5 else 3  # each epoch takes one step
-    record, _, code = ran(tmp_path, LEFT_OVER, str(bad))
+    record, _, code = run_with_page(tmp_path, LEFT_OVER, str(bad))
     assert (code, record.verdict) == (1, "precision")
-    assert where(record) == ("eps-underflow", step, "", "loss = -torch.log(share + 1e-9).mean()")
+    assert first_finding(record) == ("eps-underflow", step, "", "loss = -torch.log(share + 1e-9).mean()")
     assert steps_captured(record) == [step]
-    saves_the_same_alone(tmp_path, str(bad))
+    assert_unwatched_saves_the_same(tmp_path, str(bad))
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert f"eps-underflow · step {step} · forward" in replayed.stdout, replayed.stderr
 
 
 def test_replay_reports_that_a_captured_step_no_longer_fails_after_a_fix(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, LEFT_OVER, "2")
+    record, _, _ = run_with_page(tmp_path, LEFT_OVER, "2")
     (tmp_path / "train.py").write_text(LEFT_OVER.replace("log(share + 1e-9)", "log(share.float() + 1e-9)"))
     replayed = start(tmp_path, "replay", captured(record)[0])
     said = " ".join(replayed.stdout.split())

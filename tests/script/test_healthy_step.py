@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_run import run, saves_the_same_alone, steps_captured
+from tests.script.test_run import assert_unwatched_saves_the_same, run, steps_captured
 
 HIDDEN = """
 import sys, torch
@@ -49,7 +49,7 @@ def test_a_hidden_overflow_is_found_and_captured_after_ten_taken_steps(
     ]
     assert (result.code, steps_captured(record)) == (len(found), [made.step] * len(found))
     assert ("suggest-fp32" in result.stderr) == bool(found)
-    saves_the_same_alone(tmp_path, factor)
+    assert_unwatched_saves_the_same(tmp_path, factor)
 
 
 IN_A_CLOSURE = """
@@ -83,7 +83,7 @@ def test_a_step_with_a_closure_is_compared_with_fp32(optimizer: str, tmp_path: P
     assert [(made.why, made.step) for made in record.investigations] == [("end", 10)]
     assert (record.findings, record.unseen.notes) == ((), ())
     assert "step 10 agrees with FP32" in " ".join(result.stderr.split())
-    saves_the_same_alone(tmp_path, optimizer)
+    assert_unwatched_saves_the_same(tmp_path, optimizer)
 
 
 def test_non_finite_gradients_of_a_closure_are_named_and_captured_at_their_step(
@@ -95,7 +95,7 @@ def test_non_finite_gradients_of_a_closure_are_named_and_captured_at_their_step(
     assert found.source is not None
     assert found.source.text == "loss = loss + (z - z.detach()).square().sum().sqrt()"
     assert steps_captured(record) == [12]
-    saves_the_same_alone(tmp_path, "AdamW", "root")
+    assert_unwatched_saves_the_same(tmp_path, "AdamW", "root")
 
 
 def test_no_investigate_compares_no_step_with_fp32_and_a_note_says_so(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_the_comparison_moves_to_a_later_step_if_its_step_is_skipped(tmp_path: P
     assert not [note for note in record.unseen.notes if "compared with FP32" in note]
     (compared,) = [made.step for made in record.investigations if made.why == "end"]
     assert compared > 20  # ten steps in a row must be taken again
-    saves_the_same_alone(tmp_path, "1", "withheld")
+    assert_unwatched_saves_the_same(tmp_path, "1", "withheld")
 
 
 STATIC = """
@@ -159,7 +159,7 @@ def test_a_step_whose_batch_the_script_overwrites_is_compared_on_the_original_ba
     _, record = run(tmp_path, STATIC)
     assert [(made.step, made.reproduced) for made in record.investigations] == [(10, True)]
     assert not record.unseen.notes
-    saves_the_same_alone(tmp_path)
+    assert_unwatched_saves_the_same(tmp_path)
 
 
 FP16_WEIGHTS = scripts.loop("""
@@ -215,7 +215,7 @@ def test_a_step_within_the_backward_pass_is_not_compared_and_a_note_says_why(wei
     assert (result.code, record.error, record.investigations) == (0, "", ())
     why = "its optimizer steps within the backward pass, which a replay would disturb"
     assert record.unseen.notes == (f"step 10 was not compared with FP32: {why}",)
-    saves_the_same_alone(tmp_path, "within", weights)
+    assert_unwatched_saves_the_same(tmp_path, "within", weights)
 
 
 def test_a_step_of_several_optimizers_is_compared_once_without_a_note(tmp_path: Path) -> None:

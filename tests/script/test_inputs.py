@@ -7,9 +7,9 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_captures import capture_of, on
-from tests.script.test_run import captured, ran, run, steps_captured, where
-from tests.siblings import slow_but_for
+from tests.script.test_captures import capture_of, run_on_capture
+from tests.script.test_run import captured, first_finding, run, run_with_page, steps_captured
+from tests.siblings import slow_except
 
 TARGETS = scripts.loop("""
 kind, value = sys.argv[1], float(sys.argv[2])
@@ -63,27 +63,31 @@ for step in range(7):
 @pytest.mark.parametrize(
     ("kind", "value", "held"),
     [
-        ("function", "nan", "1 NaN among 64 values in argument 2 of mse_loss on line 48 of train.py"),
+        ("once", "nan", "1 NaN among 64 values in argument 2 of mse_loss on line 48 of train.py"),
         ("function", "inf", "1 inf among 64 values in argument 2 of mse_loss on line 48 of train.py"),
         ("function", "-inf", "1 inf among 64 values in argument 2 of mse_loss on line 48 of train.py"),
         ("operators", "nan", "1 NaN among 64 values in argument 2 of sub on line 36 of train.py"),
     ],
 )
-def test_targets_with_nan_or_inf_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
-    record, page, _ = ran(tmp_path, TARGETS, kind, value)
+def test_targets_with_nan_or_inf_are_bad_data_and_captured_at_their_step(
+    tmp_path: Path, kind: str, value: str, held: str
+) -> None:
+    record, page, _ = run_with_page(tmp_path, TARGETS, kind, value)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
+    assert steps_captured(record)[0] == 3
+    assert kind != "once" or len(captured(record)) == 1
     assert record.findings[0].message == f"the batch of step 3 holds {held}, first in sample 5"
     assert [finding.code for finding in record.findings[1:]] in ([], ["scale-collapse"])
     assert "Bad data: the batch of step 3 holds inf or NaN." in page
     start(tmp_path, "replay", captured(record)[0], "--record=again.json")
     again = read_record(tmp_path / "again.json")
-    assert (again.verdict, where(again)[0]) == ("other", "data-nonfinite")
+    assert (again.verdict, first_finding(again)[0]) == ("other", "data-nonfinite")
     assert again.findings[0].message == record.findings[0].message
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["criterion"], ["criterion", "assert"]))
+@pytest.mark.parametrize("kind", slow_except(["criterion"], ["criterion", "assert"]))
 def test_one_bad_target_of_a_criterion_module_is_bad_data_at_its_step(tmp_path: Path, kind: str) -> None:
-    record, _, _ = ran(tmp_path, TARGETS, kind, "nan")
+    record, _, _ = run_with_page(tmp_path, TARGETS, kind, "nan")
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
     told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 46 of train.py, first in sample 5"
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
@@ -105,7 +109,7 @@ for step in range(5):
 
 
 def test_a_target_that_overflows_in_a_half_cast_of_the_script_is_not_bad_data(tmp_path: Path) -> None:
-    record, page, _ = ran(tmp_path, MADE_IN_HALF)
+    record, page, _ = run_with_page(tmp_path, MADE_IN_HALF)
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("inconclusive", "unknown", 3)
     assert "in that float16 tensor" in record.findings[0].message
     assert "no precision setting helps" not in page
@@ -140,7 +144,7 @@ for step in range(20):
 
 
 def test_a_step_with_a_running_center_of_an_ema_teacher_agrees_with_fp32(tmp_path: Path) -> None:
-    record, page, _ = ran(tmp_path, CENTRED, "nan")
+    record, page, _ = run_with_page(tmp_path, CENTRED, "nan")
     assert "step 12 agrees with FP32" in page or "step 10 agrees with FP32" in page
     assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 16)
 
@@ -149,15 +153,15 @@ SOUND = [(kind, "1") for kind in ("function", "operators", "criterion", "assert"
 SOUND += [("padded", "nan"), ("mask", "-inf")]
 
 
-@pytest.mark.parametrize("of", slow_but_for(SOUND[-2:], SOUND), ids="-".join)
+@pytest.mark.parametrize("of", slow_except(SOUND[-2:], SOUND), ids="-".join)
 def test_finite_targets_excluded_nan_padding_and_masks_of_inf_are_healthy(tmp_path: Path, of: tuple[str, str]) -> None:
-    record, _, _ = ran(tmp_path, TARGETS, *of)
+    record, _, _ = run_with_page(tmp_path, TARGETS, *of)
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
 @pytest.mark.slow
 def test_nan_padding_is_not_blamed_for_a_true_nan(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, TARGETS, "masked", "nan")
+    record, _, _ = run_with_page(tmp_path, TARGETS, "masked", "nan")
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("other", "true-nan", "aten.div.Tensor")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
@@ -166,20 +170,14 @@ def test_nan_padding_is_not_blamed_for_a_true_nan(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distilled", "distilled once"])
 def test_non_finite_outputs_of_a_teacher_are_not_bad_data(tmp_path: Path, kind: str) -> None:
-    record, _, _ = ran(tmp_path, TARGETS, kind, "1")
+    record, _, _ = run_with_page(tmp_path, TARGETS, kind, "1")
     assert record.steps_skipped == (4 if kind == "distilled" else 1)
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
 
 
 @pytest.mark.slow
-def test_one_bad_target_of_a_loss_function_is_bad_data_and_captured_at_its_step(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, TARGETS, "once", "nan")
-    assert (record.findings[0].code, record.findings[0].step, steps_captured(record)) == ("data-nonfinite", 3, [3])
-
-
-@pytest.mark.slow
 def test_a_bad_target_is_not_blamed_if_the_script_raises_before_its_loss(tmp_path: Path) -> None:
-    record, page, _ = ran(tmp_path, TARGETS, "raises", "nan")
+    record, page, _ = run_with_page(tmp_path, TARGETS, "raises", "nan")
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
     assert "every module output is finite, and the script's own code after them could not be replayed" in page
 
@@ -301,7 +299,7 @@ def test_an_overflow_of_one_network_is_not_bad_data_of_the_next(kind: str, modul
     assert (record.investigations[0].reach, record.unseen.notes) == ("whole", ())
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["chained"], ["chained", "adversaries", "frozen"]))
+@pytest.mark.parametrize("kind", slow_except(["chained"], ["chained", "adversaries", "frozen"]))
 def test_chained_networks_without_an_overflow_are_healthy(kind: str, tmp_path: Path) -> None:
     assert run(tmp_path, CHAINED, kind, "1")[1].verdict == "healthy"
 
@@ -313,9 +311,9 @@ def test_an_overflow_of_a_frozen_network_is_patched_at_the_line_that_calls_it(tm
     assert record.findings[0].source
     assert record.findings[0].source.line == line
     capture = capture_of(tmp_path)
-    _, again = on(tmp_path, "replay", capture)
+    _, again = run_on_capture(tmp_path, "replay", capture)
     assert (again.verdict, again.findings[0].code) == ("precision", "forward-overflow")
-    suggested, ended = on(tmp_path, "suggest-fp32", capture)
+    suggested, ended = run_on_capture(tmp_path, "suggest-fp32", capture)
     assert ended.search is not None
     assert (ended.search.outcome, [pin.source and pin.source.line for pin in ended.pins]) == ("found", [line])
     assert suggested.code == 0, suggested.stderr
@@ -363,9 +361,9 @@ for step in range(6):
 LINE = next(number for number, line in enumerate(DISTILLED.splitlines(), start=1) if line.endswith("# HERE"))
 
 
-@pytest.mark.parametrize("how", slow_but_for(["ends"], ["ends", "goes on"]))
+@pytest.mark.parametrize("how", slow_except(["ends"], ["ends", "goes on"]))
 def test_an_overflow_of_both_student_and_teacher_is_named(tmp_path: Path, how: str) -> None:
-    record, _, _ = ran(tmp_path, DISTILLED, "both", how)
+    record, _, _ = run_with_page(tmp_path, DISTILLED, "both", how)
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
     assert (found.step, found.source and found.source.line) == (0, LINE)
@@ -374,7 +372,7 @@ def test_an_overflow_of_both_student_and_teacher_is_named(tmp_path: Path, how: s
 
 @pytest.mark.slow
 def test_an_overflow_of_only_the_teacher_is_named(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, DISTILLED, "teacher", "ends")
+    record, _, _ = run_with_page(tmp_path, DISTILLED, "teacher", "ends")
     found = record.findings[0]
     assert (record.verdict, found.code, found.op) == ("precision", "forward-overflow", "aten.bmm.default")
     assert (found.step, found.source and found.source.line) == (0, LINE)
@@ -382,7 +380,7 @@ def test_an_overflow_of_only_the_teacher_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_patch_for_an_overflow_of_student_and_teacher_is_proven(tmp_path: Path) -> None:
-    ran(tmp_path, DISTILLED, "both", "ends")
+    run_with_page(tmp_path, DISTILLED, "both", "ends")
     (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
     result = start(tmp_path, "suggest-fp32", str(capture))
     page = " ".join(result.stderr.split())

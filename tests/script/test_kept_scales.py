@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_captures import on
-from tests.script.test_run import captured, ran, where
-from tests.siblings import slow_but_for
+from tests.script.test_captures import run_on_capture
+from tests.script.test_run import captured, first_finding, run_with_page
+from tests.siblings import slow_except
 
 FLOOR = scripts.loop("""
 class FloorScaler(torch.amp.GradScaler):
@@ -27,9 +27,9 @@ for step in range(24):
 """The gradients of a summed loss fit a loss scale of a few hundred."""
 
 
-@pytest.mark.parametrize("floor", slow_but_for(["16384"], ["16384", "1"]))
+@pytest.mark.parametrize("floor", slow_except(["16384"], ["16384", "1"]))
 def test_a_scaler_whose_minimum_scale_is_too_high_is_an_error(tmp_path: Path, floor: str) -> None:
-    record, page, code = ran(tmp_path, FLOOR, floor)
+    record, page, code = run_with_page(tmp_path, FLOOR, floor)
     if floor == "1":
         assert (code, record.verdict, [found.severity for found in record.findings]) == (0, "healthy", ["info"])
         return
@@ -62,14 +62,14 @@ for step in range(12):
 """Half weights with FP32 masters, and the script's own loss scale."""
 
 
-@pytest.mark.parametrize("gain", slow_but_for(["30000"], ["30000", "1"]))
+@pytest.mark.parametrize("gain", slow_except(["30000"], ["30000", "1"]))
 def test_the_scripts_own_loss_scale_is_an_error_only_if_too_large(tmp_path: Path, gain: str) -> None:
-    record, page, code = ran(tmp_path, OWN, gain)
+    record, page, code = run_with_page(tmp_path, OWN, gain)
     if gain == "1":
         assert (code, record.verdict, record.findings) == (0, "healthy", ())
         assert "the script's own loss scale 1,024 · step 10 agrees with FP32" in " ".join(page.split())
         return
-    assert (code, record.verdict, *where(record)[:2]) == (1, "other", "scale-calibration", 0)
+    assert (code, record.verdict, *first_finding(record)[:2]) == (1, "other", "scale-calibration", 0)
     assert "The loss scale 1,024 is too large, and nothing lowers it" in page
     assert record.findings[0].message.startswith(
         "the script's own loss scale 1,024 is too large for the gradients of this"
@@ -78,7 +78,7 @@ def test_the_scripts_own_loss_scale_is_an_error_only_if_too_large(tmp_path: Path
 
 
 def test_the_page_says_that_no_scaler_was_used_and_shows_no_loss_scale(tmp_path: Path) -> None:
-    _, page, _ = ran(tmp_path, OWN.replace("1024", "1"), "1")
+    _, page, _ = run_with_page(tmp_path, OWN.replace("1024", "1"), "1")
     assert "no scaler used" in page
     assert "loss scale" not in page
 
@@ -101,10 +101,10 @@ AT_ONE = {
 }
 
 
-@pytest.mark.parametrize("op", slow_but_for(["log1p"], AT_ONE))
+@pytest.mark.parametrize("op", slow_except(["log1p"], AT_ONE))
 def test_a_clamp_bound_that_fp16_rounds_to_1_is_an_eps_underflow(tmp_path: Path, op: str) -> None:
     loss, pole = AT_ONE[op]
-    record, page, _ = ran(tmp_path, NEAR_ONE.replace("WHAT", loss))
+    record, page, _ = run_with_page(tmp_path, NEAR_ONE.replace("WHAT", loss))
     found = record.findings[0]
     assert (found.code, found.step, found.op) == ("eps-underflow", 0, f"aten.{op}.default")
     assert f"{op} is given a value that FP16 rounds to {pole} and FP32 does not" in found.message
@@ -120,7 +120,7 @@ def test_a_clamp_above_the_failing_line_is_pinned_instead_of_the_whole_model(tmp
         "p = torch.sigmoid(net(torch.randn(16, 8).cuda()))", "logits = net(torch.randn(16, 8).cuda())"
     )
     script = script.replace("        loss = WHAT", f"        {bound}\n        loss = -torch.log(1 - p).float().mean()")
-    record, _, _ = ran(tmp_path, script)
-    suggested, found = on(tmp_path, "suggest-fp32", Path(captured(record)[0]))
+    record, _, _ = run_with_page(tmp_path, script)
+    suggested, found = run_on_capture(tmp_path, "suggest-fp32", Path(captured(record)[0]))
     assert (suggested.code, [pin.source and pin.source.text for pin in found.pins]) == (0, [bound])
     assert "+            p = torch.sigmoid(10 * logits.float()).clamp(1e-7, 1 - 1e-7)" in suggested.stdout

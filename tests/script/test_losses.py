@@ -10,8 +10,8 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, run, saves_the_same_alone, where
-from tests.siblings import slow_but_for
+from tests.script.test_run import assert_unwatched_saves_the_same, captured, first_finding, run
+from tests.siblings import slow_except
 
 CASTS = scripts.loop("""
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, float, str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but_for(["a distance", "a harmless mask"], CASES))
+@pytest.mark.parametrize("case", slow_except(["a distance", "a harmless mask"], CASES))
 def test_a_cast_in_the_loss_is_an_overflow_a_mask_constant_or_healthy(tmp_path: Path, case: str) -> None:
     loss, far, verdict, code = CASES[case]
     result, record = run(tmp_path, CASTS.format(loss=loss, far=far))
@@ -48,7 +48,7 @@ def test_a_cast_in_the_loss_is_an_overflow_a_mask_constant_or_healthy(tmp_path: 
     if code is None:
         assert record.findings == ()
         return
-    assert (where(record)[::3], record.findings[0].op) == ((code, f"loss = {loss}"), "aten._to_copy.default")
+    assert (first_finding(record)[::3], record.findings[0].op) == ((code, f"loss = {loss}"), "aten._to_copy.default")
 
 
 DICE = scripts.loop("""
@@ -81,7 +81,7 @@ def test_a_loss_term_of_the_targets_alone_is_recomputed_in_fp32(tmp_path: Path, 
     found = record.findings[0]
     assert (found.code, found.op, record.verdict) == ("forward-overflow", "aten.bmm.default", "precision")
     assert found.message.startswith("bmm reaches 117,974 in FP32, above FP16's limit of 65,504")
-    assert where(record)[3].startswith("union = ")
+    assert first_finding(record)[3].startswith("union = ")
     patch = start(tmp_path, "suggest-fp32", captured(record)[0])
     assert patch.code == 0, patch.stderr
     assert "the failing step (0): healthy" in patch.stdout
@@ -243,7 +243,7 @@ def test_a_target_that_a_patch_no_longer_casts_is_the_captured_target(tmp_path: 
     assert [float(one) for one in losses.groups()] == pytest.approx([in_fp32.loss] * 2, rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["plain"], ["contrasted", "summed", "plain"]))
+@pytest.mark.parametrize("kind", slow_except(["plain"], ["contrasted", "summed", "plain"]))
 def test_a_loss_within_range_is_healthy(tmp_path: Path, kind: str) -> None:
     assert run(tmp_path, LOSSES, kind, "0.01", "1")[1].findings == ()
 
@@ -279,11 +279,11 @@ def penalty(gradient: str, safe: float) -> str:
     return PENALTY.replace("GRADIENT", GRADIENTS[gradient]).replace("SAFE", str(safe))
 
 
-@pytest.mark.parametrize("gradient", slow_but_for(["twice"], GRADIENTS))
+@pytest.mark.parametrize("gradient", slow_except(["twice"], GRADIENTS))
 def test_a_square_root_of_zero_is_a_true_nan_if_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
     _, record = run(tmp_path, penalty(gradient, 0.0))
-    assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 0)
-    assert where(record)[3].startswith("loss = ((torch.sqrt(")
+    assert (record.verdict, *first_finding(record)[:2]) == ("other", "true-nan", 0)
+    assert first_finding(record)[3].startswith("loss = ((torch.sqrt(")
 
 
 @pytest.mark.slow
@@ -405,7 +405,7 @@ for step in range(8):
 @pytest.mark.parametrize("by", ["itself", "function"])
 def test_a_loss_that_the_model_keeps_as_an_attribute_is_replayed(tmp_path: Path, by: str) -> None:
     _, record = run(tmp_path, KEPT_BY_THE_MODEL, by)
-    assert where(record) == ("true-nan", 4, "", "h = h + (h * 0).sqrt() if bad else h")
+    assert first_finding(record) == ("true-nan", 4, "", "h = h + (h * 0).sqrt() if bad else h")
 
 
 def test_non_finite_gradients_that_reach_the_weights_are_named_at_their_step(tmp_path: Path) -> None:
@@ -445,11 +445,11 @@ torch.save([layers.state_dict(), torch.rand(3)], "net.pt")
 def test_an_overflow_of_a_loss_that_a_layer_keeps_is_named_in_run_and_replay(tmp_path: Path) -> None:
     _, record = run(tmp_path, OF_EACH_LAYER)
     line = "self.balance = (logits @ logits.t()).float().logsumexp(-1).mean() / self.size**2"
-    assert where(record) == ("forward-overflow", 12, "1", line)
+    assert first_finding(record) == ("forward-overflow", 12, "1", line)
     assert [(made.step, made.reach) for made in record.investigations] == [(10, "whole"), (12, "whole")]
-    saves_the_same_alone(tmp_path)
+    assert_unwatched_saves_the_same(tmp_path)
     start(tmp_path, "replay", *captured(record), "--record", "again.json")
-    assert where(read_record(tmp_path / "again.json")) == ("forward-overflow", 12, "1", line)
+    assert first_finding(read_record(tmp_path / "again.json")) == ("forward-overflow", 12, "1", line)
 
 
 STYLE = scripts.loop("""
@@ -496,8 +496,8 @@ for i in range(36):
 
 def test_a_nan_kept_in_a_running_mean_is_named_among_two_optimizers_with_penalties(tmp_path: Path) -> None:
     _, record = run(tmp_path, STYLE.replace("GUARD", "True"))
-    assert where(record)[:2] == ("weights-nonfinite", 12)
-    assert where(record)[3] == "mean = mean + 0.01 * (length.mean().detach() - mean)"
+    assert first_finding(record)[:2] == ("weights-nonfinite", 12)
+    assert first_finding(record)[3] == "mean = mean + 0.01 * (length.mean().detach() - mean)"
     assert [(found.code, found.root) for found in record.findings] == [
         ("weights-nonfinite", None),
         ("scale-collapse", 0),
@@ -531,8 +531,8 @@ for i in range(4):
 
 def test_a_true_nan_beside_a_bfloat16_reference_model_is_named_at_its_line(tmp_path: Path) -> None:
     _, record = run(tmp_path, REFERENCE)
-    assert (record.verdict, *where(record)[:2]) == ("other", "true-nan", 2)
-    assert where(record)[3] == "loss = loss + torch.log(loss - 50)"
+    assert (record.verdict, *first_finding(record)[:2]) == ("other", "true-nan", 2)
+    assert first_finding(record)[3] == "loss = loss + torch.log(loss - 50)"
 
 
 NOISY = scripts.loop("""

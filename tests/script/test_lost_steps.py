@@ -8,8 +8,15 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, ran, run, saves_the_same_alone, steps_captured, where
-from tests.siblings import slow_but_for
+from tests.script.test_run import (
+    assert_unwatched_saves_the_same,
+    captured,
+    first_finding,
+    run,
+    run_with_page,
+    steps_captured,
+)
+from tests.siblings import slow_except
 
 KNOWN_LATE = "that was known only when its weights had been changed"
 
@@ -107,12 +114,12 @@ ENDS = {"exit": (7, 5), "raise": (1, 5), "inner": (1, 5), "criterion": (1, 5), "
 """The exit code and the failing step of each way to end."""
 
 
-@pytest.mark.parametrize("how", slow_but_for(["exit", "inner", "first"], ENDS))
+@pytest.mark.parametrize("how", slow_except(["exit", "inner", "first"], ENDS))
 def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> None:
     code, step = ENDS[how]
-    record, page, ended = ran(tmp_path, STOPS, "model", how)
+    record, page, ended = run_with_page(tmp_path, STOPS, "model", how)
     assert (ended, record.verdict, record.steps_run) == (code, "precision", step + 1)
-    assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
+    assert first_finding(record) == ("forward-overflow", step, "attention", OVERFLOW)
     assert f"the script ended in step {step}; ampdbg replays that step now, also in FP32" in page
     ends = "an error ends the run" if code == 1 else f"the script ends with exit code {code}"
     assert f"The forward pass overflows in attention at step {step}, where {ends}." in page
@@ -120,9 +127,9 @@ def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str) -> No
 
 
 def test_an_overflow_of_a_criterion_outside_the_model_is_named(tmp_path: Path) -> None:
-    record, _, code = ran(tmp_path, STOPS, "loss", "exit")
+    record, _, code = run_with_page(tmp_path, STOPS, "loss", "exit")
     line = 'return {"loss": ((outputs["logits"] * self.gain).float() - target).pow(2).mean()}'
-    assert (code, where(record)) == (7, ("forward-overflow", 5, "", line))
+    assert (code, first_finding(record)) == (7, ("forward-overflow", 5, "", line))
 
 
 @pytest.mark.slow
@@ -133,8 +140,8 @@ def test_an_overflow_of_a_criterion_outside_the_model_is_named(tmp_path: Path) -
 def test_a_non_finite_batch_is_bad_data_in_run_replay_and_bisect(
     tmp_path: Path, value: str, how: str, ends: int, name: str
 ) -> None:
-    record, page, code = ran(tmp_path, STOPS, value, how)
-    assert (code, record.verdict, *where(record)[:2]) == (ends, "other", "data-nonfinite", 5)
+    record, page, code = run_with_page(tmp_path, STOPS, value, how)
+    assert (code, record.verdict, *first_finding(record)[:2]) == (ends, "other", "data-nonfinite", 5)
     held = f"the batch of step 5 holds 1 {name} among 384 values in argument 1 of Net on line "
     assert (held in page, " of train.py, first in sample 1" in page) == (True, True)
     for command in ("replay", "bisect"):
@@ -145,14 +152,14 @@ def test_a_non_finite_batch_is_bad_data_in_run_replay_and_bisect(
 
 @pytest.mark.slow
 def test_weights_that_fail_in_fp32_too_are_not_a_precision_fault(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, STOPS, "weights", "exit")
+    record, _, _ = run_with_page(tmp_path, STOPS, "weights", "exit")
     assert record.verdict != "precision"
     assert record.findings[0].evidence["finite_in_fp32"] is False
 
 
 @pytest.mark.slow
 def test_an_error_unrelated_to_precision_is_inconclusive(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, STOPS, "nothing", "always")
+    record, page, code = run_with_page(tmp_path, STOPS, "nothing", "always")
     assert (code, record.verdict, record.findings, record.steps_run) == (1, "inconclusive", (), 5)
     assert record.error == (
         "the script raised ValueError: it is time in step 5, after a forward pass without a backward pass; "
@@ -164,25 +171,25 @@ def test_an_error_unrelated_to_precision_is_inconclusive(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_nonzero_exit_after_an_evaluation_pass_is_inconclusive(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, STOPS, "nothing", "evaluates")
+    record, page, code = run_with_page(tmp_path, STOPS, "nothing", "evaluates")
     assert (code, record.verdict, record.findings, record.steps_run) == (3, "inconclusive", (), 8)
     assert "! The script ended early after 8 steps. Inconclusive: none of 8 steps skipped." in page
     assert "the script ended with exit code 3 in step 8, after a forward pass without a backward pass" in page
 
 
 def test_a_nonzero_exit_after_a_finished_step_is_healthy(tmp_path: Path) -> None:
-    record, _, code = ran(tmp_path, STOPS, "nothing", "ends")
+    record, _, code = run_with_page(tmp_path, STOPS, "nothing", "ends")
     assert (code, record.verdict, record.error) == (3, "healthy", "")
 
 
 @pytest.mark.slow
 def test_a_model_saved_as_an_object_has_the_same_bytes_as_without_ampdbg(tmp_path: Path) -> None:
-    ran(tmp_path, STOPS, "nothing", "goes on")
-    saves_the_same_alone(tmp_path, "nothing", "goes on")
+    run_with_page(tmp_path, STOPS, "nothing", "goes on")
+    assert_unwatched_saves_the_same(tmp_path, "nothing", "goes on")
 
 
 def test_no_investigate_replays_nothing_if_the_script_exits(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, STOPS, "model", "exit", options=("--emulate", "--no-investigate"))
+    record, page, code = run_with_page(tmp_path, STOPS, "model", "exit", options=("--emulate", "--no-investigate"))
     assert (code, record.verdict, record.findings, record.investigations) == (7, "inconclusive", (), ())
     assert "the script ended with exit code 7 in step 5, after a forward pass without a backward pass" in page
     assert "ampdbg replays that step now" not in page
@@ -190,10 +197,10 @@ def test_no_investigate_replays_nothing_if_the_script_exits(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_one_failing_step_in_mid_run_is_replayed_and_changes_no_weight(tmp_path: Path) -> None:
-    record, page, _ = ran(tmp_path, STOPS, "model", "once")
+    record, page, _ = run_with_page(tmp_path, STOPS, "model", "once")
     assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
     assert "step 5 is not finite; the script waits while ampdbg replays it, also in FP32" in page
-    saves_the_same_alone(tmp_path, "model", "once")
+    assert_unwatched_saves_the_same(tmp_path, "model", "once")
 
 
 LOST = {"once": 8, "behind": 6, "breaks behind": 6, "behind the first": 1, "writes behind": 6, "bare": 8}
@@ -204,27 +211,27 @@ LOST = {"once": 8, "behind": 6, "breaks behind": 6, "behind the first": 1, "writ
 @pytest.mark.parametrize("how", LOST)
 def test_a_step_with_a_non_finite_loss_is_named_captured_and_replayed(tmp_path: Path, how: str) -> None:
     step = 0 if "first" in how else 5
-    record, page, code = ran(tmp_path, STOPS, "model", how)
+    record, page, code = run_with_page(tmp_path, STOPS, "model", how)
     assert (code, record.verdict, record.steps_run) == (1, "precision", LOST[how])
-    assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
+    assert first_finding(record) == ("forward-overflow", step, "attention", OVERFLOW)
     assert steps_captured(record)[0] == step
     assert len(captured(record)) == 1 or how == "bare"  # with a scaler no other step fails
     assert "was not captured" not in page
     start(tmp_path, "replay", captured(record)[0])
-    assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
+    assert first_finding(read_record(tmp_path / ".ampdbg" / "latest.json")) == first_finding(record)
     bisected = start(tmp_path, "bisect", captured(record)[0])
     assert "1 of 7 modules needs FP32, in its own lines only" in " ".join(bisected.stdout.split())
 
 
 @pytest.mark.slow
 def test_a_requested_capture_does_not_replace_the_capture_of_a_failing_step(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, STOPS, "model", "once", options=("--emulate", "--capture-step=7"))
+    record, _, _ = run_with_page(tmp_path, STOPS, "model", "once", options=("--emulate", "--capture-step=7"))
     assert steps_captured(record) == [5, 7]
 
 
 @pytest.mark.parametrize(("how", "step"), [("behind the first", 0), ("behind", 5)])
 def test_no_investigate_still_captures_a_failing_last_step(tmp_path: Path, how: str, step: int) -> None:
-    record, page, _ = ran(tmp_path, STOPS, "model", how, options=("--emulate", "--no-investigate"))
+    record, page, _ = run_with_page(tmp_path, STOPS, "model", how, options=("--emulate", "--no-investigate"))
     assert (steps_captured(record), record.investigations) == ([step], ())
     assert f"ampdbg replay .ampdbg/captures/{Path(captured(record)[0]).name}" in page
 
@@ -244,14 +251,14 @@ for step in range(4):
 
 def test_an_isolated_overflow_outside_its_modules_is_named_by_op_and_line(tmp_path: Path) -> None:
     record = run(tmp_path, BESIDE_THE_MODEL)[1]
-    assert where(record) == ("forward-overflow", 0, "", "loss = torch.softmax(h @ h.t(), -1).square().mean()")
+    assert first_finding(record) == ("forward-overflow", 0, "", "loss = torch.softmax(h @ h.t(), -1).square().mean()")
     assert (record.findings[0].op, steps_captured(record), record.unseen.notes) == ("aten.mm.default", [0], ())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "inner", "first"])
 def test_the_capture_of_a_step_that_ends_the_script_is_replayed_and_patched(tmp_path: Path, how: str) -> None:
-    record, _, _ = ran(tmp_path, STOPS, "model", how)
+    record, _, _ = run_with_page(tmp_path, STOPS, "model", how)
     (capture,) = captured(record)
     replayed = start(tmp_path, "replay", capture)
     assert replayed.code == 1, replayed.stderr
@@ -356,7 +363,7 @@ for step in range(8):
 def test_an_fp32_overflow_is_named_at_the_step_that_makes_the_weights_nan(tmp_path: Path) -> None:
     result, record = run(tmp_path, IN_FP32, options=())
     assert (result.code, record.verdict) == (1, "other")
-    assert where(record) == ("true-nan", 5, "", "weights = torch.exp(self.body(x) * self.gain)")
+    assert first_finding(record) == ("true-nan", 5, "", "weights = torch.exp(self.body(x) * self.gain)")
 
 
 SPOILS = scripts.loop("""
@@ -391,7 +398,7 @@ def test_a_step_that_makes_the_weights_nan_is_named_instead_of_later_steps(tmp_p
     _, record = run(tmp_path, SPOILS, "bad", precision)
     found = record.findings[0]
     line = "return self.head(h + (h * 0).sqrt() if self.is_bad else h)"
-    assert (where(record), found.phase) == (("true-nan", 4, "", line), "backward")
+    assert (first_finding(record), found.phase) == (("true-nan", 4, "", line), "backward")
     assert ([made.step for made in record.investigations], steps_captured(record)) == ([4], [4])
 
 
@@ -450,20 +457,21 @@ loss."""
 ROOT = "return x.float().pow(2).sum(-1, keepdim=True).sqrt()"
 HALF = "return (x.half() * x.half()).sum(-1, keepdim=True).sqrt()"
 ADDED = "loss = loss + (outputs * 0.0).float().pow(2).sum().sqrt()"
+SETTLED = "Healthy: 2 of 48 steps skipped while the loss scale settled at 16,384"
 TOLD: dict[tuple[str, str], tuple[str, list[int], str, list[int], str]] = {
     ("root", "module"): ("other", [26, 40], "true-nan", [26, 40], ROOT),
     ("early", "module"): ("other", [9], "true-nan", [9], ROOT),
     ("first", "module"): ("other", [0], "true-nan", [0], ROOT),
     ("early", "function"): ("other", [9], "true-nan", [9], ROOT),
     ("half", "function"): ("precision", [9], "eps-underflow", [9], HALF),
-    ("steep", "module"): ("healthy", [26, 40], "scale-calibration", [26, 40], ""),
-    ("steep", "function"): ("healthy", [26, 40], "scale-calibration", [26, 40], ""),
+    ("steep", "module"): ("healthy", [26, 40], "scale-calibration", [26, 40], SETTLED),
+    ("steep", "function"): ("healthy", [26, 40], "scale-calibration", [26, 40], SETTLED),
     ("beside", "function"): ("other", [9], "true-nan", [9], ADDED),
 }
 """The verdict, the skipped steps, the finding, the replayed steps, and the text on the page."""
 
 
-@pytest.mark.parametrize("of", slow_but_for([("early", "function")], TOLD), ids="-".join)
+@pytest.mark.parametrize("of", slow_except([("early", "function")], TOLD), ids="-".join)
 def test_a_skipped_step_is_calibration_only_if_its_gradients_are_finite_in_fp32(
     tmp_path: Path, of: tuple[str, str]
 ) -> None:
@@ -480,7 +488,7 @@ def test_a_skipped_step_is_calibration_only_if_its_gradients_are_finite_in_fp32(
         assert record.findings[0].step == skipped[0]
     assert steps_captured(record) == (replayed if verdict != "healthy" else [])
     assert record.unseen.notes == ()
-    saves_the_same_alone(tmp_path, *of)
+    assert_unwatched_saves_the_same(tmp_path, *of)
     if verdict != "healthy" and captured(record):
         again = start(tmp_path, "replay", captured(record)[0])
         assert (again.code, code in again.stdout) == (1, True)
@@ -707,21 +715,21 @@ def test_an_isolated_non_finite_loss_without_a_skip_is_named_and_captured(tmp_pa
         assert any(KNOWN_LATE in note for note in record.unseen.notes)
         return
     assert (result.code, record.verdict, record.steps_skipped, record.unseen.notes) == (1, "other", 0, ())
-    assert where(record) == ("true-nan", 3, "", "return nn.functional.cross_entropy(out, y) + beside")
+    assert first_finding(record) == ("true-nan", 3, "", "return nn.functional.cross_entropy(out, y) + beside")
     assert [made.step for made in record.investigations] == [3, 8]
     told = " ".join(result.stderr.split())
     assert "leave out batches in which every target is ignored (ignore_index): a mean over none is 0/0" in told
     assert steps_captured(record) == [3, 8]
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert (replayed.code, "true-nan · step 3" in replayed.stdout) == (1, True)
-    saves_the_same_alone(tmp_path, "targets", how)
+    assert_unwatched_saves_the_same(tmp_path, "targets", how)
 
 
 @pytest.mark.slow
 def test_an_isolated_overflow_without_a_skip_is_a_precision_fault(tmp_path: Path) -> None:
     result, record = run(tmp_path, IGNORED, "overflow", "module")
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 0)
-    assert where(record) == ("forward-overflow", 3, "", "beside = (out * self.gain).float().mean() * 1e-6")
+    assert first_finding(record) == ("forward-overflow", 3, "", "beside = (out * self.gain).float().mean() * 1e-6")
 
 
 @pytest.mark.slow

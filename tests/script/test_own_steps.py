@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_run import ran, saves_the_same_alone, where
+from tests.script.test_run import assert_unwatched_saves_the_same, first_finding, run_with_page
 
 OWN = scripts.loop("""
 import types
@@ -33,15 +33,15 @@ torch.save(net.state_dict(), "net.pt")
 
 @pytest.mark.parametrize("scales", [True, False])
 def test_steps_of_a_replaced_step_method_are_counted_and_save_the_same_weights(tmp_path: Path, scales: bool) -> None:
-    record, page, _ = ran(tmp_path, OWN.format(scales=scales, gain=1.0))
+    record, page, _ = run_with_page(tmp_path, OWN.format(scales=scales, gain=1.0))
     assert (len(record.steps), record.steps_skipped, "saw no optimizer step" in page) == (12, 0, False)
-    saves_the_same_alone(tmp_path)
+    assert_unwatched_saves_the_same(tmp_path)
 
 
 @pytest.mark.parametrize("scales", [True, False])
 def test_an_overflow_after_six_steps_of_a_replaced_step_method_is_named(tmp_path: Path, scales: bool) -> None:
-    record, _, code = ran(tmp_path, OWN.format(scales=scales, gain=1e6))
-    assert (code, where(record)[:2]) == (1, ("forward-overflow", 6))
+    record, _, code = run_with_page(tmp_path, OWN.format(scales=scales, gain=1e6))
+    assert (code, first_finding(record)[:2]) == (1, ("forward-overflow", 6))
     assert [step.skipped for step in record.steps] == [False] * 6 + [scales] * 6
 
 
@@ -73,7 +73,7 @@ torch.save(net.state_dict(), "net.pt")
 
 
 def test_a_nested_optimizer_step_counts_once_and_its_master_weights_are_found(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, INSIDE, options=())
+    record, page, code = run_with_page(tmp_path, INSIDE, options=())
     assert (code, record.verdict, len(record.steps)) == (0, "healthy", 30)
     assert "Healthy: none of 30 steps skipped" in page
     assert page.count("step 10 agrees with FP32") == 1
@@ -103,7 +103,7 @@ for step in range(30):
 
 @pytest.mark.parametrize("gain", [1.0, 1e30])
 def test_weight_updates_in_backward_hooks_are_reported_as_no_optimizer_step(tmp_path: Path, gain: float) -> None:
-    record, page, _ = ran(tmp_path, HOLDERS.format(gain=gain), options=())
+    record, page, _ = run_with_page(tmp_path, HOLDERS.format(gain=gain), options=())
     assert (record.verdict, record.steps, record.findings) == ("inconclusive", (), ())
     assert "ampdbg saw no optimizer step." in page
     assert "it follows no loop that writes weights itself, as in hooks of the backward pass" in page

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_run import ran, where
+from tests.script.test_run import first_finding, run_with_page
 
 DROPS = scripts.loop("""
 class Body(nn.Module):
@@ -48,8 +48,8 @@ def run(net, x):
 
 
 def test_an_overflow_of_dropout_is_named_at_the_line_that_calls_dropout(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, DROPS)
-    assert where(record) == ("forward-overflow", 6, "1.drop", "return self.drop(h)")
+    record, _, _ = run_with_page(tmp_path, DROPS)
+    assert first_finding(record) == ("forward-overflow", 6, "1.drop", "return self.drop(h)")
 
 
 CALLS = {
@@ -71,8 +71,8 @@ def test_an_overflow_in_a_library_also_names_the_users_call(how: str, tmp_path: 
     script = DROPS.replace("class Body", 'sys.path.append("site-packages")\nfrom parts import *\n\nclass Body')
     for old, new in zip(edits[::2], edits[1::2], strict=True):
         script = script.replace(old, new)
-    record, page, _ = ran(tmp_path, script.replace("2e4", "2e5" if "loop" in how else "400.0"))
-    assert where(record)[::3] == ("forward-overflow", own)
+    record, page, _ = run_with_page(tmp_path, script.replace("2e4", "2e5" if "loop" in how else "400.0"))
+    assert first_finding(record)[::3] == ("forward-overflow", own)
     source = record.findings[0].source
     assert source is not None
     assert source.called_from is not None

@@ -12,7 +12,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from tests.commands.program import Result, command, environment, start
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals and files")
 
@@ -80,20 +80,22 @@ print("saved")
 
 
 @pytest.mark.parametrize(
-    ("text", "code"),
+    ("text", "code", "stdout"),
     [
-        ("import os\nos.kill(os.getpid(), 15)", -signal.SIGTERM),
-        ("import os\nos.kill(os.getpid(), 1)", -signal.SIGHUP),
-        (CHECKPOINT, 0),
-        (CALLS_WHAT_WAS_THERE, -signal.SIGTERM),
-        (RESTORES, -signal.SIGHUP),
-        (IMPORTED_BEFORE, 0),
+        ("import os\nos.kill(os.getpid(), 15)\nprint('not reached')", -signal.SIGTERM, ""),
+        ("import os\nos.kill(os.getpid(), 1)\nprint('not reached')", -signal.SIGHUP, ""),
+        (CHECKPOINT, 0, "saved [15]\n"),
+        (CALLS_WHAT_WAS_THERE, -signal.SIGTERM, "stopping\n"),
+        (RESTORES, -signal.SIGHUP, "True\nTrue\n"),
+        (IMPORTED_BEFORE, 0, "saved\n"),
     ],
     ids=["SIGTERM", "SIGHUP", "own handler", "calls the one before", "restores", "imported before"],
 )
-def test_a_signal_acts_as_under_python_and_the_record_is_written(tmp_path: Path, text: str, code: int) -> None:
+def test_a_signal_acts_as_under_python_and_the_record_is_written(
+    tmp_path: Path, text: str, code: int, stdout: str
+) -> None:
     python, watched = both(tmp_path, text)
-    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (code, python.stdout)
+    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (code, stdout)
     script = read_record(tmp_path / "r.json").script
     assert script is not None
     assert script.exit_code == (code if code >= 0 else 128 - code)
@@ -110,7 +112,7 @@ CLOSES = {
 }
 
 
-@pytest.mark.parametrize("how", slow_but_for(["none", "closed stderr, and a text", "a log for stderr"], CLOSES))
+@pytest.mark.parametrize("how", slow_except(["none", "closed stderr, and a text", "a log for stderr"], CLOSES))
 def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, how: str) -> None:
     text = CLOSES[how]
     python, watched = both(tmp_path, text)
@@ -149,7 +151,7 @@ ODD = "class Odd:\n    def __str__(self):\n        raise ValueError('no')\nraise
 CODES = ["-1", "256", "2**31", "2**63 - 1", "2**63", "2**70", "-2**70", "True", "3.5", "(1, 2)", "None", "'büh'"]
 
 
-@pytest.mark.parametrize("code", slow_but_for(["-1", "2**63", "(1, 2)", "odd"], [*CODES, "odd"]))
+@pytest.mark.parametrize("code", slow_except(["-1", "2**63", "(1, 2)", "odd"], [*CODES, "odd"]))
 def test_exit_code_and_output_are_the_same_as_under_python(tmp_path: Path, code: str) -> None:
     text = ODD if code == "odd" else f"import sys\nsys.exit({code})"
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
@@ -204,7 +206,7 @@ LEAVES_BEHIND = {
 }
 
 
-@pytest.mark.parametrize("what", slow_but_for(["no path", "an alarm"], LEAVES_BEHIND))
+@pytest.mark.parametrize("what", slow_except(["no path", "an alarm"], LEAVES_BEHIND))
 def test_a_changed_path_or_a_running_alarm_of_the_script_does_not_harm_the_report(tmp_path: Path, what: str) -> None:
     _, watched = both(tmp_path, f"print('trained')\n{LEAVES_BEHIND[what]}")
     assert (watched.code, watched.stdout) == (0, "trained\n")
@@ -269,7 +271,7 @@ raise SystemExit(5)
 
 
 @pytest.mark.parametrize(
-    "given", slow_but_for(["script.py", "-m folder.inner"], ["script.py", "-m folder", "-m folder.inner"])
+    "given", slow_except(["script.py", "-m folder.inner"], ["script.py", "-m folder", "-m folder.inner"])
 )
 def test_a_script_or_module_sees_the_same_globals_and_arguments_as_under_python(tmp_path: Path, given: str) -> None:
     folder = tmp_path / "folder"
@@ -308,7 +310,7 @@ def test_a_script_from_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
     assert '    raise ValueError("bad")\n' in said
 
 
-@pytest.mark.parametrize("module", slow_but_for(["nomain.broken"], ["nomain", "nomain.broken"]))
+@pytest.mark.parametrize("module", slow_except(["nomain.broken"], ["nomain", "nomain.broken"]))
 def test_a_package_that_cannot_be_run_gives_the_error_of_python(tmp_path: Path, module: str) -> None:
     (tmp_path / "nomain").mkdir()
     (tmp_path / "nomain" / "__init__.py").touch()

@@ -18,10 +18,10 @@ import torch
 
 from ampdbg.files import temporary_folder
 from ampdbg.script.guard import FileGuard
-from tests.commands.program import Result, start, start_anew, start_python
+from tests.commands.program import Result, start, start_fresh, start_python
 from tests.proof.test_proof_process import is_alive
 from tests.script import scripts
-from tests.script.test_captures import capture_of, interrupted, on
+from tests.script.test_captures import capture_of, interrupted, run_on_capture
 from tests.script.test_run import run
 
 BEGINS_ANEW = """
@@ -41,7 +41,7 @@ Path("new.txt").write_text("new")
 """
 """Writes and replaces files before it trains."""
 
-NIGHT = {
+EARLIER_FILES = {
     "train.log": "a night's log\n" * 1000,
     "last.pt": "a night's weights",
     "config.json": '{"of": "the night"}',
@@ -55,7 +55,7 @@ NIGHT = {
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text() for name in NIGHT if (folder / name).exists()}
+    return {name: (folder / name).read_text() for name in EARLIER_FILES if (folder / name).exists()}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("night")
     run(folder, BEGINS_ANEW + scripts.PLAIN, "400", "6")
     shutil.copy(capture_of(folder), folder / "c.safetensors")
-    for name, text in NIGHT.items():
+    for name, text in EARLIER_FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
         os.utime(folder / name, (1e9, 1e9))
@@ -79,8 +79,8 @@ def test_a_restarted_script_leaves_existing_files_unchanged(command: str, made: 
     shutil.copytree(made, folder)
     result = start(folder, command, "c.safetensors")
     assert result.code == (1 if command == "replay" else 0)
-    assert contents(folder) == NIGHT
-    assert {(folder / name).stat().st_mtime for name in NIGHT} == {1e9}
+    assert contents(folder) == EARLIER_FILES
+    assert {(folder / name).stat().st_mtime for name in EARLIER_FILES} == {1e9}
     assert not (folder / "new.txt").exists()
 
 
@@ -101,7 +101,7 @@ def test_a_restarted_script_that_removes_an_existing_folder_is_refused_with_a_hi
     said = " ".join(result.stderr.split())
     assert f"train.py calls shutil.rmtree on {folder / 'out'}, an existing file" in said
     assert "write elsewhere: --script 'train.py 400 6 --output elsewhere'" in said
-    assert contents(folder) == NIGHT
+    assert contents(folder) == EARLIER_FILES
 
 
 WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chdir('outputs/run')\n"
@@ -123,7 +123,7 @@ def test_an_interrupted_replay_leaves_existing_files_unchanged(made: Path, tmp_p
     folder = tmp_path / "again"
     shutil.copytree(made, folder)
     interrupted("replaying step", folder, tmp_path, "replay")
-    assert contents(folder) == NIGHT
+    assert contents(folder) == EARLIER_FILES
 
 
 PROGRAM = """
@@ -215,7 +215,7 @@ tarfile.open('t').extractall()""",
 """The code, and the event and path in the error."""
 
 
-def there(folder: Path) -> dict[str, object]:
+def folder_state(folder: Path) -> dict[str, object]:
     """Returns the contents and modes of files and the targets of links below a folder."""
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else (path.stat().st_mode, read(path))
@@ -239,13 +239,13 @@ def before(tmp_path: Path) -> dict[str, object]:
     np.save(tmp_path / "x.npy", np.zeros(2))
     with contextlib.closing(sqlite3.connect(tmp_path / "base")) as base:
         base.executescript("create table t (x); insert into t values (1)")
-    return there(tmp_path)
+    return folder_state(tmp_path)
 
 
 @pytest.mark.parametrize("way", CARRIED)
 def test_guarded_writes_do_not_change_existing_files(tmp_path: Path, before: dict[str, object], way: str) -> None:
     guarded(tmp_path, CARRIED[way])
-    assert there(tmp_path) == before
+    assert folder_state(tmp_path) == before
 
 
 @pytest.mark.parametrize("way", REFUSED)
@@ -255,7 +255,7 @@ def test_removing_or_renaming_an_existing_file_is_refused_with_its_path(
     code, event, path = REFUSED[way]
     ended = guarded(tmp_path, code, is_refused=True)
     assert ended.stderr.splitlines()[-1] == f"Refused: ({event!r}, {str(tmp_path / path)!r})"
-    left = {name: found for name, found in there(tmp_path).items() if name in before}
+    left = {name: found for name, found in folder_state(tmp_path).items() if name in before}
     assert left == before
 
 
@@ -390,7 +390,7 @@ AROUND_THE_LOOP = """
 def test_a_restarted_script_ends_with_its_forked_workers(worker: str, command: str, tmp_path: Path) -> None:
     head = scripts.PLAIN.partition("\n    main(")[0]
     run(tmp_path, head + AROUND_THE_LOOP.replace("WORKER", WORKERS[worker]), "400", "6")
-    result, record = on(tmp_path, command, capture_of(tmp_path))
+    result, record = run_on_capture(tmp_path, command, capture_of(tmp_path))
     assert (result.code, record.findings[0].code) == (command == "replay", "forward-overflow")
     workers = [int(pid) for pid in re.findall(r"worker (\d+)", result.stderr)]
     assert workers
@@ -426,7 +426,7 @@ def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("command", "how"), [("replay", "waits"), ("replay", "ends"), ("suggest-fp32", "ends")])
 def test_a_restarted_script_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_path: Path) -> None:
     shutil.copytree(threaded, tmp_path, dirs_exist_ok=True)
-    result, record = on(tmp_path, command, capture_of(tmp_path), f"--script=train.py 400 6 {how}")
+    result, record = run_on_capture(tmp_path, command, capture_of(tmp_path), f"--script=train.py 400 6 {how}")
     found = record.findings[0]
     assert (result.code, found.code, found.module) == (command == "replay", "forward-overflow", "attention")
     assert command == "replay" or (record.verification is not None and record.verification.passed)
@@ -490,7 +490,9 @@ def test_temporary_files_and_semaphores_of_a_restarted_script_are_removed(
     for name in ("cache", "tmp0123"):
         (temporary / name).write_text("of before")
     script = f"--script=train.py {arguments}"
-    result = start_anew(folder, command, str(capture_of(folder)), script, TMPDIR=str(temporary))  # a fork keeps its own
+    result = start_fresh(
+        folder, command, str(capture_of(folder)), script, TMPDIR=str(temporary)
+    )  # a fork keeps its own
     assert result.code == (command == "replay"), result.stderr
     assert "cached of before" in result.stderr
     assert ("loaded 8" in result.stderr) == arguments.endswith("loader")

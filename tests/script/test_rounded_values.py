@@ -8,8 +8,8 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, ran
-from tests.siblings import slow_but_for
+from tests.script.test_run import captured, run_with_page
+from tests.siblings import slow_except
 
 SPOILT = {
     "tanh": ("y = torch.tanh(h * 4)", "out = torch.log(1 - y * y + 1e-8)"),
@@ -92,11 +92,11 @@ EDITS = {
 QUICK = [("tanh of a cast by hand", "the loop")]
 
 
-@pytest.mark.parametrize("case", slow_but_for(QUICK, list(EDITS)), ids=" in ".join)
+@pytest.mark.parametrize("case", slow_except(QUICK, list(EDITS)), ids=" in ".join)
 def test_suggest_fp32_patches_the_place_that_rounds_a_value_too_early(case: tuple[str, str], tmp_path: Path) -> None:
     kind, place = case
     library(tmp_path, kind)
-    record, _, _ = ran(tmp_path, script(kind, place))
+    record, _, _ = run_with_page(tmp_path, script(kind, place))
     assert (record.verdict, record.findings[0].code) == ("precision", "eps-underflow")
     suggested = start(tmp_path, "suggest-fp32", *captured(record)[:1], "--record", "patched.json")
     assert suggested.code == 0, suggested.stderr
@@ -107,7 +107,7 @@ def test_suggest_fp32_patches_the_place_that_rounds_a_value_too_early(case: tupl
     assert found.verification.passed
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["tanh"], list(SPOILT)))
+@pytest.mark.parametrize("kind", slow_except(["tanh"], list(SPOILT)))
 def test_a_value_that_is_made_in_fp32_is_healthy(kind: str, tmp_path: Path) -> None:
-    record, _, code = ran(tmp_path, script(kind, "the loop", is_healthy=True))
+    record, _, code = run_with_page(tmp_path, script(kind, "the loop", is_healthy=True))
     assert (record.verdict, code) == ("healthy", 0)

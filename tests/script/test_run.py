@@ -18,7 +18,7 @@ from ampdbg.record.run import Record
 from ampdbg.script.launch import Script, run_script
 from tests.commands.program import Result, environment, start, start_python
 from tests.script import scripts
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait()[1] >> 8 == 9"
 
@@ -31,13 +31,15 @@ def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("-
     return result, read_record(folder / "r.json")
 
 
-def ran(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)) -> tuple[Record, str, int]:
+def run_with_page(
+    folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)
+) -> tuple[Record, str, int]:
     """Runs a script of this text; returns its record, the text of its page and its exit code."""
     result, record = run(folder, text, *arguments, options=options)
     return record, " ".join(result.stderr.split()), result.code
 
 
-def where(record: Record) -> tuple[str, int | None, str, str]:
+def first_finding(record: Record) -> tuple[str, int | None, str, str]:
     """The code, step, module and line of the first finding."""
     found = record.findings[0]
     return found.code, found.step, found.module, found.source.text if found.source else ""
@@ -54,7 +56,7 @@ def steps_captured(record: Record) -> list[int]:
     return [int(path.rpartition("-step-")[2].partition(".")[0]) for path in captured(record)]
 
 
-def saves_the_same_alone(folder: Path, *arguments: str) -> None:
+def assert_unwatched_saves_the_same(folder: Path, *arguments: str) -> None:
     """Asserts that the unwatched script saves the same bytes as the run before."""
     watched = (folder / "net.pt").read_bytes()
     (folder / "net.pt").unlink()
@@ -163,7 +165,7 @@ print("done")
 """)
 
 
-@pytest.mark.parametrize("gain", slow_but_for(["2000"], ["1", "2000"]))
+@pytest.mark.parametrize("gain", slow_except(["2000"], ["1", "2000"]))
 def test_a_fully_scripted_model_trains_and_its_overflow_is_found(gain: str, tmp_path: Path) -> None:
     code = int(gain != "1")
     result, record = run(tmp_path, SCRIPTED, gain)
@@ -210,7 +212,7 @@ SETTLES = {
 @pytest.mark.parametrize("how", SETTLES)
 def test_a_settling_scale_is_info_with_the_final_scale_of_its_own_loop(tmp_path: Path, how: str) -> None:
     text, says = SETTLES[how]
-    record, page, code = ran(tmp_path, text)
+    record, page, code = run_with_page(tmp_path, text)
     assert (code, record.verdict) == (0, "healthy" if says != UNSETTLED else "inconclusive")
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
     assert says != SETTLED or record.findings[0].evidence["scale"] == 256.0
@@ -243,7 +245,7 @@ def test_a_step_that_fails_at_a_loss_scale_of_1_is_captured_though_0_5_would_wor
 def test_a_collapse_after_a_settled_scale_is_blamed_on_the_failing_line(tmp_path: Path) -> None:
     steep = "h = net[0](x); loss = loss + (h - h.detach()).float().sum() * 1e8"
     _, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", steep))
-    assert (*where(record)[:2], where(record)[3]) == ("gradient-overflow", 103, steep)
+    assert (*first_finding(record)[:2], first_finding(record)[3]) == ("gradient-overflow", 103, steep)
 
 
 @pytest.mark.slow
@@ -274,14 +276,14 @@ def test_the_page_of_an_fp32_script_says_that_fp32_was_used(tmp_path: Path, loss
     if verdict == "healthy":
         assert "no step that ampdbg examined ran in half precision" in said
     else:
-        assert where(record) == ("true-nan", 0, "", "loss = y.log().mean()")
+        assert first_finding(record) == ("true-nan", 0, "", "loss = y.log().mean()")
         assert record.findings[0].op == "aten.log.default"
         assert "fails in every precision: the mathematics is wrong, not the precision" in said
         assert "precision.level" not in said
 
 
-@pytest.mark.parametrize("gain", slow_but_for(["1e3"], ["1.0", "1e3"]))
-@pytest.mark.parametrize("loop", slow_but_for(list(scripts.LOOPS)[:2], scripts.LOOPS))
+@pytest.mark.parametrize("gain", slow_except(["1e3"], ["1.0", "1e3"]))
+@pytest.mark.parametrize("loop", slow_except(list(scripts.LOOPS)[:2], scripts.LOOPS))
 def test_a_replayed_step_leaves_output_and_weights_unchanged(tmp_path: Path, loop: str, gain: str) -> None:
     result, record = run(tmp_path, scripts.LOOPS[loop].replace("GAIN", gain), options=("--emulate", "--fail-on=never"))
     watched = (tmp_path / "weights.pt").read_bytes()
@@ -291,9 +293,9 @@ def test_a_replayed_step_leaves_output_and_weights_unchanged(tmp_path: Path, loo
     if gain == "1.0":
         assert (record.verdict, record.findings) == ("healthy", ())
     else:
-        assert (record.verdict, *where(record)[:3:2]) == ("precision", "forward-overflow", "3")
+        assert (record.verdict, *first_finding(record)[:3:2]) == ("precision", "forward-overflow", "3")
         assert record.findings[0].op == "aten.mm.default"
-        assert where(record)[3].startswith("similar = ")
+        assert first_finding(record)[3].startswith("similar = ")
         made = record.investigations[0]
         low, fp32, bfloat16 = made.low, made.fp32, made.wide
         assert fp32 is not None
@@ -326,7 +328,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("how", slow_but_for(["raises", "at once", "fork"], ENDINGS))
+@pytest.mark.parametrize("how", slow_except(["raises", "at once", "fork"], ENDINGS))
 def test_a_script_ends_with_its_own_exit_code_and_error(tmp_path: Path, how: str) -> None:
     text, code, says = ENDINGS[how]
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
@@ -399,10 +401,10 @@ for step in range(6):
 
 
 def test_calls_with_keyword_arguments_are_watched(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, BY_KEYWORD)
+    record, _, _ = run_with_page(tmp_path, BY_KEYWORD)
     assert (record.steps_run, record.steps_skipped, record.unseen.notes) == (6, 1, ())
-    assert where(record)[:2] == ("forward-overflow", 3)
-    assert "out = net(input=" in where(record)[3]
+    assert first_finding(record)[:2] == ("forward-overflow", 3)
+    assert "out = net(input=" in first_finding(record)[3]
 
 
 WARNS_EACH_TIME = scripts.loop("""
@@ -538,7 +540,7 @@ for step in range(4):
 def test_an_autocast_error_is_named_even_if_named_modules_raises(tmp_path: Path) -> None:
     result, record = run(tmp_path, NAMELESS)
     line = "made = nn.functional.binary_cross_entropy(made.sigmoid(), torch.zeros_like(made))"
-    assert where(record) == ("misuse-bce", 3, "", line)
+    assert first_finding(record) == ("misuse-bce", 3, "", line)
     assert len(record.steps) == 3
     assert "no modules today (train.py, line 22)" in record.error
     assert "ampdbg itself failed with" not in result.stderr
@@ -565,7 +567,7 @@ def replaced_by_a_run() -> list[object]:
     return [*functions, *hooks, *process]
 
 
-@pytest.mark.parametrize("how", slow_but_for(["to its end", "with a code while a step is traced"], TRACED_ENDINGS))
+@pytest.mark.parametrize("how", slow_except(["to its end", "with a code while a step is traced"], TRACED_ENDINGS))
 def test_a_run_restores_torch_and_the_process(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ending = TRACED_ENDINGS[how]
     text = scripts.LOSS_LINE.replace("GAIN", "1000.0")

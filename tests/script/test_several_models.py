@@ -7,9 +7,9 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_captures import capture_of, on
-from tests.script.test_run import captured, run, steps_captured, where
-from tests.siblings import slow_but_for
+from tests.script.test_captures import capture_of, run_on_capture
+from tests.script.test_run import captured, first_finding, run, steps_captured
+from tests.siblings import slow_except
 
 SEVERAL = scripts.loop("""
 class Mix(nn.Module):
@@ -70,7 +70,9 @@ Trainer().train()
 @pytest.mark.slow
 def test_the_pins_file_fixes_the_model_that_its_argument_names(tmp_path: Path) -> None:
     run(tmp_path, SEVERAL)
-    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--format=module", "--output=ampdbg_pins.py")
+    result, record = run_on_capture(
+        tmp_path, "suggest-fp32", capture_of(tmp_path), "--format=module", "--output=ampdbg_pins.py"
+    )
     assert result.code == 0
     assert record.search is not None
     assert record.verification is not None
@@ -122,7 +124,7 @@ def test_the_optimizer_that_no_scale_fixes_is_blamed_if_two_share_a_scaler(tmp_p
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 36)
     root, collapse = record.findings
     assert (root.step, root.op) == (1, "aten.binary_cross_entropy_backward.default")
-    assert where(record)[3] == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
+    assert first_finding(record)[3] == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
     assert (collapse.code, collapse.root) == ("scale-collapse", 0)
     lines = [made.low.producers[0].source for made in record.investigations]
     assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossD", "lossG", "lossD"]
@@ -167,7 +169,7 @@ def test_the_requested_step_is_captured_if_two_optimizers_share_one_update(
     path = capture_of(tmp_path)
     assert path.stem.endswith(f"step-{asked}")
     assert not [note for note in watched.unseen.notes if "captured" in note]
-    result, record = on(tmp_path, "replay", path)
+    result, record = run_on_capture(tmp_path, "replay", path)
     assert (result.code, [found.code for found in record.findings]) == (code, ["gradient-overflow"] * code)
     replay = record.investigations[0].low
     assert replay.loss == pytest.approx(float(losses[5][turn]), rel=1e-3)
@@ -211,7 +213,7 @@ def test_the_requested_step_is_replayed_if_the_generator_steps_first(tmp_path: P
     path = capture_of(tmp_path)
     assert path.stem.endswith(f"step-{asked}")
     assert not [note for note in watched.unseen.notes if "captured" in note]
-    result, record = on(tmp_path, "replay", path)
+    result, record = run_on_capture(tmp_path, "replay", path)
     for one in (watched, record):
         assert [(found.code, found.step) for found in one.findings] == [("true-nan", asked)] * bool(bad)
     made = record.investigations[0]
@@ -219,7 +221,7 @@ def test_the_requested_step_is_replayed_if_the_generator_steps_first(tmp_path: P
         last = float(trained.stdout.splitlines()[3].split()[1])
         assert made.low.loss == pytest.approx(last, rel=1e-3)
         return
-    assert (result.code, where(record)[3]) == (1, "return (of - of.detach()).float().pow(2).sum().sqrt()")
+    assert (result.code, first_finding(record)[3]) == (1, "return (of - of.detach()).float().pow(2).sum().sqrt()")
 
 
 def test_a_requested_step_that_the_script_does_not_reach_is_noted(tmp_path: Path) -> None:
@@ -238,7 +240,7 @@ def test_the_requested_step_is_captured_if_each_optimizer_has_its_own_update(
     trained, record = run(tmp_path, text, options=("--emulate", f"--capture-step={asked}"))
     assert (record.steps_run, steps_captured(record)) == (8, [asked])
     losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
-    result, again = on(tmp_path, "replay", capture_of(tmp_path))
+    result, again = run_on_capture(tmp_path, "replay", capture_of(tmp_path))
     assert (result.code, again.verdict) == (0, "healthy")
     replay = again.investigations[0].low
     assert replay.loss == pytest.approx(float(losses[3][turn]), rel=1e-3)
@@ -310,21 +312,21 @@ FAILS = {
 """The verdict, code and line of each fault."""
 
 
-@pytest.mark.parametrize("how", slow_but_for(["overflow"], FAILS))
-@pytest.mark.parametrize("bad", slow_but_for(["8"], ["8", "8,9,10"]))
+@pytest.mark.parametrize("how", slow_except(["overflow"], FAILS))
+@pytest.mark.parametrize("bad", slow_except(["8"], ["8", "8,9,10"]))
 def test_a_generator_that_fails_after_the_critics_step_is_named(tmp_path: Path, how: str, bad: str) -> None:
     _, record = run(tmp_path, AFTER_THE_CRITIC, how, bad, "11")
     verdict, code, line = FAILS[how]
     assert (record.verdict, record.steps_skipped) == (verdict, len(bad.split(",")))
-    assert where(record) == (code, 17, "net_g", line)
+    assert first_finding(record) == (code, 17, "net_g", line)
     assert [(made.step, made.reach) for made in record.investigations] == [(17, "whole")]
 
 
 @pytest.mark.slow
 def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_replayed(tmp_path: Path) -> None:
     run(tmp_path, AFTER_THE_CRITIC, "overflow", "8", "9")
-    result, record = on(tmp_path, "replay", capture_of(tmp_path))
-    assert (result.code, where(record)) == (1, ("forward-overflow", 17, "net_g", LENGTH))
+    result, record = run_on_capture(tmp_path, "replay", capture_of(tmp_path))
+    assert (result.code, first_finding(record)) == (1, ("forward-overflow", 17, "net_g", LENGTH))
 
 
 @pytest.mark.slow
@@ -356,7 +358,7 @@ def test_an_overflowing_line_outside_of_two_models_is_patched(tmp_path: Path) ->
     found = record.findings[0]
     line = next(n for n, text in enumerate(BESIDE_BOTH.splitlines(), start=1) if text.endswith("# HERE"))
     assert (found.code, found.source and found.source.line) == ("forward-overflow", line)
-    result, again = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    result, again = run_on_capture(tmp_path, "suggest-fp32", capture_of(tmp_path))
     assert (result.code, again.search and again.search.outcome) == (0, "found")
     assert [pin.source and pin.source.line for pin in again.pins] == [line]
     assert "+    with torch.autocast(device_type=y.device.type, enabled=False):" in result.stdout

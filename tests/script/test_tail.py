@@ -7,8 +7,8 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, ran, where
-from tests.siblings import slow_but_for
+from tests.script.test_run import captured, first_finding, run_with_page
+from tests.siblings import slow_except
 
 TAIL = scripts.loop("""
 bad, where = {int(step) for step in sys.argv[1].split(",")}, sys.argv[2]
@@ -45,15 +45,17 @@ OF_SCRIPT, OF_MODEL = "sim = z @ z.t()", "s = h @ h.t()"
 WAYS = [("6", ""), ("6,7,8,9,10,11", ""), ("6", "without a function")]
 
 
-@pytest.mark.parametrize("way", slow_but_for([("6", "without a function")], WAYS), ids="-".join)
+@pytest.mark.parametrize("way", slow_except([("6", "without a function")], WAYS), ids="-".join)
 def test_an_overflow_in_a_line_of_the_script_is_named_and_replayed(tmp_path: Path, way: tuple[str, str]) -> None:
     bad, how = way
-    record, page, _ = ran(tmp_path, TAIL, bad, how)
-    assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 6, "", OF_SCRIPT))
+    record, page, _ = run_with_page(tmp_path, TAIL, bad, how)
+    assert (record.verdict, first_finding(record)) == ("precision", ("forward-overflow", 6, "", OF_SCRIPT))
     assert [(made.step, made.reach) for made in record.investigations] == [(6, "whole")]
     assert "could not be replayed" not in page
     replayed = start(tmp_path, "replay", *captured(record), "--record", "again.json")
-    assert where(read_record(tmp_path / "again.json")) == ("forward-overflow", 6, "", OF_SCRIPT), replayed.stderr
+    assert first_finding(read_record(tmp_path / "again.json")) == ("forward-overflow", 6, "", OF_SCRIPT), (
+        replayed.stderr
+    )
 
 
 BALANCED = scripts.loop("""
@@ -80,16 +82,16 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", slow_but_for(["overflow"], FAULTS))
+@pytest.mark.parametrize("fault", slow_except(["overflow"], FAULTS))
 def test_a_gradient_that_the_script_passes_to_backward_is_not_bad_data(tmp_path: Path, fault: str) -> None:
-    record, _, _ = ran(tmp_path, BALANCED, fault)
-    assert where(record) == FAULTS[fault]
+    record, _, _ = run_with_page(tmp_path, BALANCED, fault)
+    assert first_finding(record) == FAULTS[fault]
 
 
 @pytest.mark.slow
 def test_pins_cover_a_line_of_a_module_and_of_the_script_and_the_patch_is_proven(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, TAIL, "6", "both")
-    assert where(record)[3] == OF_MODEL
+    record, _, _ = run_with_page(tmp_path, TAIL, "6", "both")
+    assert first_finding(record)[3] == OF_MODEL
     suggested = start(tmp_path, "suggest-fp32", *captured(record), "--record", "patched.json")
     assert suggested.code == 0, suggested.stderr
     found = read_record(tmp_path / "patched.json")
@@ -115,17 +117,17 @@ for step in range(14):
 
 
 def test_an_overflow_before_the_model_call_is_not_bad_data(tmp_path: Path) -> None:
-    record, page, _ = ran(tmp_path, CAMERA, "50")
-    assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 0, "", "seen = points @ k.T"))
+    record, page, _ = run_with_page(tmp_path, CAMERA, "50")
+    assert (record.verdict, first_finding(record)) == ("precision", ("forward-overflow", 0, "", "seen = points @ k.T"))
     assert "data-nonfinite" not in page
 
-    healthy, page, _ = ran(tmp_path, CAMERA, "1")
+    healthy, page, _ = run_with_page(tmp_path, CAMERA, "1")
     assert (healthy.verdict, [made.reproduced for made in healthy.investigations]) == ("healthy", [True])
 
 
 @pytest.mark.slow
 def test_an_overflowing_line_before_the_model_call_is_patched_and_proven(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, CAMERA, "50")
+    record, _, _ = run_with_page(tmp_path, CAMERA, "50")
     suggested = start(tmp_path, "suggest-fp32", *captured(record), "--record", "patched.json")
     assert suggested.code == 0, suggested.stderr
     found = read_record(tmp_path / "patched.json")
@@ -158,7 +160,7 @@ for step in range(10):
 
 
 def test_an_overflow_in_a_step_with_recurrent_state_is_named_at_its_own_step(tmp_path: Path) -> None:
-    record, _, _ = ran(tmp_path, MEMORY)
+    record, _, _ = run_with_page(tmp_path, MEMORY)
     line = "return self.outer(h) * self.gain, h.detach()"
-    assert (record.verdict, where(record)) == ("precision", ("forward-overflow", 4, "", line))
+    assert (record.verdict, first_finding(record)) == ("precision", ("forward-overflow", 4, "", line))
     assert record.steps[0].skipped

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.script import scripts
-from tests.script.test_run import ran
+from tests.script.test_run import run_with_page
 
 TEMPERATURE = scripts.loop("""
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).cuda()
@@ -34,7 +34,7 @@ for step in range(16):
 
 @pytest.mark.parametrize("of", ["beside", "within"])
 def test_a_step_is_compared_if_a_temperature_but_not_a_model_weight_scales_its_loss(tmp_path: Path, of: str) -> None:
-    record, page, _ = ran(tmp_path, TEMPERATURE, of)
+    record, page, _ = run_with_page(tmp_path, TEMPERATURE, of)
     assert record.verdict == "healthy"
     of_first = page.partition("optimizer 0")[2].partition("optimizer 1")[0]
     assert ("agrees with FP32" in of_first) is (of == "beside")

@@ -6,9 +6,9 @@ import pytest
 
 from ampdbg.record.run import Record
 from tests.script import scripts
-from tests.script.test_captures import capture_of, on
-from tests.script.test_run import run, saves_the_same_alone, steps_captured, where
-from tests.siblings import slow_but_for
+from tests.script.test_captures import capture_of, run_on_capture
+from tests.script.test_run import assert_unwatched_saves_the_same, first_finding, run, steps_captured
+from tests.siblings import slow_except
 
 TEMPERATURE = scripts.loop("""
 bad = int(sys.argv[1])
@@ -46,12 +46,12 @@ def skips(record: Record) -> dict[int, list[int]]:
 def test_an_unscaled_step_between_scaler_step_and_update_is_named_and_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, TEMPERATURE, "6")
     assert (result.code, record.verdict, record.steps_run) == (1, "precision", 14)
-    assert where(record) == ("forward-overflow", 13, "", OVERFLOW)
+    assert first_finding(record) == ("forward-overflow", 13, "", OVERFLOW)
     assert record.findings[0].evidence["iteration"] == 6
     assert skips(record) == {0: list(range(7, 14)), 1: []}
     assert steps_captured(record)[0] == 13
-    replayed, again = on(tmp_path, "replay", capture_of(tmp_path))
-    assert (replayed.code, where(again)) == (1, where(record))
+    replayed, again = run_on_capture(tmp_path, "replay", capture_of(tmp_path))
+    assert (replayed.code, first_finding(again)) == (1, first_finding(record))
     assert replayed.stdout.startswith("✗ The forward pass overflows at step 13,")
     assert again.findings[0].evidence["iteration"] == 6
 
@@ -60,7 +60,7 @@ def test_a_temperature_that_stays_finite_is_healthy_and_trains_as_without_ampdbg
     _, record = run(tmp_path, TEMPERATURE, "-1")
     assert (record.verdict, record.findings) == ("healthy", ())
     assert [(step.optimizer, step.scale) for step in record.steps] == [(0, 256.0), (1, 1.0)] * 14
-    saves_the_same_alone(tmp_path, "-1")
+    assert_unwatched_saves_the_same(tmp_path, "-1")
 
 
 ONE_UPDATE = (
@@ -85,7 +85,7 @@ torch.save([net.state_dict() for net in nets], "net.pt")
 """torch's documented pattern: two optimizers, one scaler, one update."""
 
 
-@pytest.mark.parametrize("bad", slow_but_for([9], [9, -1]))
+@pytest.mark.parametrize("bad", slow_except([9], [9, -1]))
 def test_two_optimizers_with_one_update_have_a_timeline_each(tmp_path: Path, bad: int) -> None:
     _, record = run(tmp_path, ONE_UPDATE, str(bad))
     first, second = sorted(record.timelines, key=lambda one: one.steps[0].optimizer)
@@ -93,11 +93,11 @@ def test_two_optimizers_with_one_update_have_a_timeline_each(tmp_path: Path, bad
     assert all(300.0 < step.loss < 500.0 for step in first.steps)
     assert all(step.loss < 2.0 for step in second.steps if step.iteration != bad)
     assert skips(record)[1] == [bad] * (bad >= 0)
-    saves_the_same_alone(tmp_path, str(bad))
+    assert_unwatched_saves_the_same(tmp_path, str(bad))
     if bad < 0:
         assert record.verdict == "healthy"
         return
-    assert where(record)[:2] == ("forward-overflow", 2 * bad + 1)
+    assert first_finding(record)[:2] == ("forward-overflow", 2 * bad + 1)
     assert steps_captured(record)[-1] == 2 * bad + 1
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.script import scripts
-from tests.script.test_run import ran
+from tests.script.test_run import run_with_page
 
 TURNS = scripts.loop("""
 G, D = nn.Linear(4, 8).cuda(), nn.Linear(8, 1).cuda()
@@ -25,7 +25,7 @@ them."""
 
 
 def test_gradients_that_a_generator_leaves_in_the_discriminator_are_not_divergence(tmp_path: Path) -> None:
-    record, page, code = ran(tmp_path, TURNS)
+    record, page, code = run_with_page(tmp_path, TURNS)
     assert (code, record.verdict) == (0, "healthy")
     assert "diverges" not in page
     found = [made for made in record.investigations if made.why != "end"]

@@ -7,7 +7,7 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, run, saves_the_same_alone, steps_captured, where
+from tests.script.test_run import assert_unwatched_saves_the_same, captured, first_finding, run, steps_captured
 
 FILLS_IN = scripts.loop("""
 gain, calls = float(sys.argv[1]), int(sys.argv[2])
@@ -42,10 +42,10 @@ main()
 def test_a_step_that_fills_in_a_moved_tensor_is_replayed_at_its_first_failure(tmp_path: Path, calls: int) -> None:
     result, record = run(tmp_path, FILLS_IN, "1e3", str(calls))
     line = 'points = torch.matmul(moved, torch.full((8, 4, 1), gain, device="cuda"))'
-    assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", line)
+    assert (result.code, *first_finding(record)) == (1, "forward-overflow", 0, "", line)
     assert ([made.step for made in record.investigations], record.unseen.notes) == ([0, 4], ())
     assert steps_captured(record) == [0, 4]
-    saves_the_same_alone(tmp_path, "1e3", str(calls))
+    assert_unwatched_saves_the_same(tmp_path, "1e3", str(calls))
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_a_step_that_fills_in_a_moved_tensor_without_an_overflow_is_healthy(tmp_
     result, record = run(tmp_path, FILLS_IN, "1", str(calls))
     assert (result.code, record.verdict, record.findings, record.steps_skipped) == (0, "healthy", (), 0)
     assert not any("could not" in note for note in record.unseen.notes)
-    saves_the_same_alone(tmp_path, "1", str(calls))
+    assert_unwatched_saves_the_same(tmp_path, "1", str(calls))
 
 
 KEEPS = scripts.loop("""
@@ -95,8 +95,8 @@ main()
 @pytest.mark.slow
 def test_a_captured_step_whose_data_the_model_keeps_has_a_proven_patch(tmp_path: Path) -> None:
     result, record = run(tmp_path, KEEPS, "1e3")
-    assert (result.code, *where(record)) == (1, "forward-overflow", 0, "", "similar = z @ z.T")
-    saves_the_same_alone(tmp_path, "1e3")
+    assert (result.code, *first_finding(record)) == (1, "forward-overflow", 0, "", "similar = z @ z.T")
+    assert_unwatched_saves_the_same(tmp_path, "1e3")
     found = start(tmp_path, "suggest-fp32", captured(record)[0])
     assert (found.code, "the patch for it is proven" in " ".join(found.stderr.split())) == (0, True), found.stderr
 
@@ -105,7 +105,7 @@ def test_a_captured_step_whose_data_the_model_keeps_has_a_proven_patch(tmp_path:
 def test_a_replay_uses_the_data_of_the_captured_step_if_the_model_keeps_data(tmp_path: Path) -> None:
     result, record = run(tmp_path, KEEPS, "1", options=("--emulate", "--capture-step=4"))
     assert (result.code, record.verdict, steps_captured(record)) == (0, "healthy", [4])
-    saves_the_same_alone(tmp_path, "1")
+    assert_unwatched_saves_the_same(tmp_path, "1")
     replayed = start(tmp_path, "replay", captured(record)[0], "--record=c.json")
     assert replayed.code == 0, replayed.stderr
     again = read_record(tmp_path / "c.json")

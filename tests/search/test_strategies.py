@@ -555,7 +555,7 @@ def test_the_blind_search_finds_exactly_one_of_several_sufficient_sets(tree: Ato
     assert found == again
 
 
-def whimsical(seed: int, share: int, pinned: Atoms) -> bool:
+def unordered(seed: int, share: int, pinned: Atoms) -> bool:
     """A predicate without any order: ``share`` in 256 sets are healthy."""
     digest = hashlib.sha256(repr((seed, sorted(pinned))).encode()).digest()
     return digest[0] < share
@@ -565,7 +565,7 @@ def whimsical(seed: int, share: int, pinned: Atoms) -> bool:
 @settings(max_examples=150)
 def test_the_found_set_is_healthy_and_minimal_even_if_pins_can_do_harm(tree: AtomTree, seed: int, share: int) -> None:
     def healthy(pins: Atoms) -> bool:
-        return len(pins) == len(tree.atoms) or whimsical(seed, share, pins)
+        return len(pins) == len(tree.atoms) or unordered(seed, share, pins)
 
     trials = Trials(lambda pins: Trial(pins, healthy(tree.expand(pins))), tree)
     found = delta_debug(trials)

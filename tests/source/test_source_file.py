@@ -7,7 +7,7 @@ import libcst as cst
 import pytest
 
 from ampdbg.source.source_file import EditError, SourceFile, read_source
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 EVERY = 24
@@ -27,7 +27,7 @@ def name_of(file: Path) -> str:
 SHORT = [file for file in corpus() if file.stat().st_size < 20_000 and file.name != "forkserver.py"][::2]
 
 
-@pytest.mark.parametrize("file", slow_but_for(SHORT, corpus()), ids=name_of)
+@pytest.mark.parametrize("file", slow_except(SHORT, corpus()), ids=name_of)
 def test_an_inserted_line_leaves_all_other_bytes_unchanged(file: Path) -> None:
     """The only difference is the line inserted before the last statement."""
     source = file.read_bytes()

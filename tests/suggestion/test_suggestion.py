@@ -14,15 +14,15 @@ from ampdbg.proof.processes import FreshProcesses
 from ampdbg.proof.suggestion import Suggestion, suggest
 from ampdbg.record.pins import Handover, Proof, ProofStep
 from ampdbg.report.suggestion import content
-from tests.proof.overflowing import CONFIG, NET, begun_here, written
-from tests.siblings import slow_but_for
+from tests.proof.overflowing import CONFIG, NET, run_in_this_process, written
+from tests.siblings import slow_except
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts no process for the proof, which takes seconds."""
-    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
+    monkeypatch.setattr(FreshProcesses, "__call__", run_in_this_process)
 
 
 def net(layers: str, forward: str, batch: str, functions: str, imported: str = "") -> str:
@@ -100,7 +100,7 @@ def test_an_unproven_suggestion_pins_modules_instead_of_limiting_the_constant(tm
     assert not handover.pins_nothing
 
 
-@pytest.mark.parametrize("form", slow_but_for(["yaml"], ["diff", "module", "yaml"]))
+@pytest.mark.parametrize("form", slow_except(["yaml"], ["diff", "module", "yaml"]))
 def test_pins_of_a_model_at_level_o2_are_proven_as_config_settings(form: str, tmp_path: Path) -> None:
     """Edits of code rely on autocast, which does not run at O2."""
     found = of_zoo("scores_before_scaling", tmp_path, "precision.level=O2", form=form)
@@ -367,7 +367,7 @@ IN_ONE_FUNCTION = net(
 )
 
 
-@pytest.mark.parametrize("between", slow_but_for([""], ["    assert total.ndim == 2\n", ""]), ids=["apart", "together"])
+@pytest.mark.parametrize("between", slow_except([""], ["    assert total.ndim == 2\n", ""]), ids=["apart", "together"])
 def test_a_needless_block_is_left_out_but_not_a_needless_line_next_to_a_needed_one(
     between: str, tmp_path: Path
 ) -> None:

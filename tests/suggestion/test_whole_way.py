@@ -16,7 +16,7 @@ from ampdbg.record.run import Record
 from ampdbg.report.suggestion import content
 from ampdbg.training.loop import train
 from tests.commands.program import ROOT, Result, environment, start
-from tests.proof.overflowing import begun_here
+from tests.proof.overflowing import run_in_this_process
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
 SCREENS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "screens").glob("*.txt"))]
@@ -169,7 +169,7 @@ def test_the_patch_of_an_example_fixes_its_run_and_trains_without_ampdbg(name: s
 
 
 def test_an_example_is_fixed_by_a_patch_proven_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FreshProcesses, "__call__", begun_here)
+    monkeypatch.setattr(FreshProcesses, "__call__", run_in_this_process)
     folder = repository(tmp_path, "house_prices")
     config = folder / "house_prices.yaml"
     found = suggest(load_config(config))

@@ -14,7 +14,7 @@ from ampdbg.replay.run import Run, prepared
 from ampdbg.training.fp32_twin import fp32_losses
 from ampdbg.training.loop import accumulate_gradients, batches_of_steps, take_step, train
 from tests.script import scripts
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.written import written
 
 WORKLOAD = """
@@ -114,7 +114,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but_for(QUICK, VARIANTS))
+@pytest.mark.parametrize("name", slow_except(QUICK, VARIANTS))
 def test_a_run_continued_from_a_checkpoint_equals_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     whole = config(tmp_path, **VARIANTS[name])
     torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")

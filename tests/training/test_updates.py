@@ -13,10 +13,10 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.written import written
 
-THROWN = """
+BLOWN_UP = """
 import torch
 from torch import nn
 
@@ -48,8 +48,8 @@ def loss(model, batch):
 """
 
 
-def thrown(folder: Path, rate: float, gain: float) -> Config:
-    return of_fp16(folder, THROWN, model=("Net", {"gain": gain}), optimizer=("torch.optim:RMSprop", {"lr": rate}))
+def blown_up(folder: Path, rate: float, gain: float) -> Config:
+    return of_fp16(folder, BLOWN_UP, model=("Net", {"gain": gain}), optimizer=("torch.optim:RMSprop", {"lr": rate}))
 
 
 def of_fp16(folder: Path, code: str, **keys: Any) -> Config:
@@ -58,7 +58,7 @@ def of_fp16(folder: Path, code: str, **keys: Any) -> Config:
 
 
 def scanned(folder: Path, rate: float, gain: float) -> Record:
-    return diagnose(train(thrown(folder, rate, gain), replays=2))
+    return diagnose(train(blown_up(folder, rate, gain), replays=2))
 
 
 def test_weights_blown_up_by_the_learning_rate_are_not_blamed_on_precision(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_weights_blown_up_by_the_learning_rate_are_not_blamed_on_precision(tmp_p
 
 @pytest.mark.slow
 def test_bisect_suggests_no_pin_for_weights_blown_up_by_the_learning_rate(tmp_path: Path) -> None:
-    record = bisect_run(thrown(tmp_path, rate=1e3, gain=1.0))
+    record = bisect_run(blown_up(tmp_path, rate=1e3, gain=1.0))
 
     assert (record.pins, record.trials) == ((), ())
     assert record.search is not None
@@ -112,7 +112,7 @@ def loss(model, batch):
 LEAPING = [(0.3, 1.0, "divergence"), (1.0, 1.0, "divergence"), (1e-3, 1e9, "")]
 
 
-@pytest.mark.parametrize("case", slow_but_for(LEAPING[2:], LEAPING), ids=str)
+@pytest.mark.parametrize("case", slow_except(LEAPING[2:], LEAPING), ids=str)
 def test_a_loss_that_jumps_in_fp32_too_is_divergence_only_if_weights_grew(
     tmp_path: Path, case: tuple[float, float, str]
 ) -> None:

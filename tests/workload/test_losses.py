@@ -127,7 +127,7 @@ class M(Net):
         return RETURNED
 """
 WITHOUT_INDEX = TRAINING_STEP.replace(", *index", "")
-OF_STEPS: dict[str, tuple[str, str, str, list[dict[str, float]]]] = {
+STEP_CASES: dict[str, tuple[str, str, str, list[dict[str, float]]]] = {
     "a step": (
         STEP,
         "times * batch[0].sum() + zero",
@@ -154,9 +154,9 @@ OF_STEPS: dict[str, tuple[str, str, str, list[dict[str, float]]]] = {
 """The code, the return value of its step, a key of the config, and the losses of the first steps."""
 
 
-@pytest.mark.parametrize("name", OF_STEPS)
+@pytest.mark.parametrize("name", STEP_CASES)
 def test_every_kind_of_step_and_the_loss_of_the_config_give_scalar_losses(name: str, tmp_path: Path) -> None:
-    code, returned, key, losses = OF_STEPS[name]
+    code, returned, key, losses = STEP_CASES[name]
     net = code.replace("RETURNED", returned)
     workload = build(tmp_path, "model.target=net.py:M", *filter(None, [key]), config=NO_LOSS, net=net)
     made = [workload.losses(batch) for batch in itertools.islice(workload.batches(), len(losses))]

@@ -17,7 +17,7 @@ from ampdbg.record.file import from_json, to_json
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.zoo.case import HERE, Case
 
 USUAL = Path(__file__).parent / "case.py"
@@ -106,7 +106,7 @@ def test_parameters_that_no_gradient_reaches_are_kept_beside_the_distances_and_b
         assert (finite.dtype, finite.gradients) == ("float16", ())
 
 
-@pytest.mark.parametrize("name", slow_but_for(QUICK, [name for name, case in CASES.items() if case.code]))
+@pytest.mark.parametrize("name", slow_except(QUICK, [name for name, case in CASES.items() if case.code]))
 def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     record = scanned(name, tmp_path)
@@ -125,12 +125,12 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     assert all(finding.root == 0 for finding in worse_than_calibration(record)[1:])
 
 
-@pytest.mark.parametrize("name", slow_but_for(QUICK_TWINS, [name for name, case in CASES.items() if case.twin]))
+@pytest.mark.parametrize("name", slow_except(QUICK_TWINS, [name for name, case in CASES.items() if case.twin]))
 def test_the_healthy_twin_is_not_blamed(name: str, tmp_path: Path) -> None:
     is_not_blamed(scanned(name, tmp_path, CASES[name].twin))
 
 
-@pytest.mark.parametrize("name", slow_but_for(set(CASES) - set(STANDS_BESIDE_A_QUICKER_ONE), CONTROLS))
+@pytest.mark.parametrize("name", slow_except(set(CASES) - set(STANDS_BESIDE_A_QUICKER_ONE), CONTROLS))
 def test_what_only_looks_like_a_fault_is_not_blamed(name: str, tmp_path: Path) -> None:
     record = scanned(name, tmp_path)
     is_not_blamed(record)

@@ -8,7 +8,7 @@ import pytest
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 from tests.written import written
 
 WORKLOAD = """
@@ -98,7 +98,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 QUICK = ("accumulated and clipped", "float32", "several optimizers and schedulers", "a loss that overflows")
 
 
-@pytest.mark.parametrize("name", slow_but_for(QUICK, RIGHT))
+@pytest.mark.parametrize("name", slow_except(QUICK, RIGHT))
 def test_scan_and_its_replays_misuse_nothing_themselves(name: str, tmp_path: Path) -> None:
     record = scanned(tmp_path, **RIGHT[name])
     assert record.misuses == ()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampdbg.precision.pins import pin_fp32
 from tests.patch.by_name.pinned_models import Model, Scores, autocast_as_on_cuda, dtypes_of_outputs, pinned
-from tests.siblings import slow_but_for
+from tests.siblings import slow_except
 
 HALF, WIDE = torch.float16, torch.float32
 
@@ -128,7 +128,7 @@ def test_a_copy_of_a_pinned_model_is_independent_of_the_original(
         assert torch.equal(made(batch()), expected)
 
 
-@pytest.mark.parametrize("kind", slow_but_for(["own lines within own lines"], SETS))
+@pytest.mark.parametrize("kind", slow_except(["own lines within own lines"], SETS))
 def test_a_pinned_model_compiles_without_graph_breaks_to_the_same_output(kind: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     kept = pinned(model(), SETS[kind], tmp_path)
