@@ -27,6 +27,9 @@ TOO_FAR = 4.0
 MOST_OF_THE_UPDATE = 0.5
 """If half weights lose a larger share of the movement, training does not advance."""
 
+COSTLY, A_QUARTER = 0.1, 0.25
+"""Half weights train worse if they lose a quarter of the movement and, with it, this share of the loss's fall."""
+
 STANDS_STILL = 0.9
 """An average that loses a larger share of its movement is frozen."""
 
@@ -56,10 +59,11 @@ class HalfUpdates(Evident):
 
     @property
     def is_lost(self) -> bool:
-        """True if most movement is lost although no parameter is frozen. Weight decay counts only if it is large
-        enough."""
+        """True if most movement is lost, or a part that costs much, although no parameter is frozen. Weight decay
+        counts only if it is large enough."""
         counts = self.is_lost_by_gradients or self.seen.decay >= A_PART
-        return not self.seen.frozen and self.lost > MOST_OF_THE_UPDATE and counts
+        is_costly = self.lost > A_QUARTER and (self.seen.cost or 0.0) > COSTLY
+        return not self.seen.frozen and ((self.lost > MOST_OF_THE_UPDATE and counts) or is_costly)
 
     @cached_property
     def stillest(self) -> list[FrozenParameter]:
@@ -171,10 +175,12 @@ class HalfUpdates(Evident):
 
     @property
     def of_kinds(self) -> str:
-        """The lost share of the kinds that lose most of their movement, and of all kinds together."""
-        most = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
+        """The lost share of the frozen parameters, of the kinds that lose most of their movement, and of all."""
+        shares = dict.fromkeys(f"{one:.0%}" for one in sorted(one.lost for one in self.seen.frozen))
+        frozen = [f"{' to '.join([*shares][:: max(1, len(shares) - 1)])} of these"] if shares else []
+        kinds = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
         judged = f"the {self.judged_share} that could be judged" if self.judged_share else "all half weights"
-        return listed([*(f"{one.lost:.0%} of {one.kind}" for one in most), f"{self.lost:.0%} of {judged}"], 9)
+        return listed([*frozen, *(f"{one.lost:.0%} of {one.kind}" for one in kinds), f"{self.lost:.0%} of {judged}"], 9)
 
     @property
     def parts(self) -> str:
@@ -185,7 +191,9 @@ class HalfUpdates(Evident):
     @property
     def what_is_small(self) -> str:
         """The lost part of the updates, in words."""
-        return "updates are" if self.is_lost_by_gradients else "weight decay is"
+        if self.lost <= MOST_OF_THE_UPDATE:
+            return "updates are often"
+        return "updates are mostly" if self.is_lost_by_gradients else "weight decay is mostly"
 
     @property
     def forecast(self) -> str:
@@ -263,20 +271,22 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
     Decision(
         FROZEN,
         "of a parameter whose updates cannot be compared hardly a value has changed in 32 steps or more, though they "
-        "have gradients, and so many steps of the learning rate are more than a unit in their last place",
+        "have gradients, and their steps should add up to more than a unit in the last place",
         lambda it: bool(it.unmoved),
-        "{unmoved_values} have changed in {unmoved_steps:step}: {unmoved.name}. Their gradients are not zero. So many "
-        "steps of the learning rate are more than a unit in their last place. What others lose is not known: ampdbg "
-        "cannot compare this optimizer's updates with float32's",
+        "{unmoved_values} have changed in {unmoved_steps:step}: {unmoved.name}. Their gradients are not zero. Their "
+        "steps should add up to more than a unit in the last place. What others lose is not known: ampdbg cannot "
+        "compare this optimizer's updates with float32's",
         {PARAMETERS: "unmoved.name", "steps": "unmoved_steps"},
         severity="warning",
     ),
     Decision(
         SMALL_UPDATES,
-        "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay",
+        "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay; or over a "
+        "quarter, which costs over 10 % of what half weights gain",
         lambda it: it.is_lost,
         "lost of the way that float32 weights go in {seen.steps:sampled step}: {of_kinds}; it is "
-        "{parts}, for the {what_is_small} mostly below half a unit in the last place of the weights" + FORECAST,
+        "{parts}, for the {what_is_small} below half a unit in the last place of the weights"
+        "[. To first order that costs {seen.cost:percent} of the loss's fall]" + FORECAST,
         LOST,
         severity="warning",
     ),

@@ -214,8 +214,10 @@ class FollowedAverage:
 
     @property
     def movement(self) -> Movement:
-        """The movement since the first find. Values closer to their parameter than a unit in the last place do not
-        count, because the average's dtype cannot show their movement. On a GPU this syncs."""
+        """The movement since the first find. On a GPU this syncs.
+
+        Values closer to their parameter than a unit in the last place do not count: half cannot show their movement.
+        """
         start, now = self.first.given.values, self.last.given.values
         counts = (self.last.aim - start).abs() > torch.finfo(self.last.given.dtype).eps * start.abs()
         way = counts * (self.twin - start)

@@ -31,6 +31,13 @@ LEAST_VALUES = 16
 MASTER_STATE_NAMES = re.compile(f"{MASTERS.pattern}|kahan|comp|resid|remain|shift|error")
 """Names of optimizer state with a float32 master, or with the rounding error of the half values."""
 
+NORMALIZED = frozenset({"Adafactor", "Lion", "Muon", "SparseAdam"})
+"""Optimizers whose steps do not grow with the gradient, by class name. For others the moved values show it."""
+
+FITS_BETTER = 0.85
+"""The ratio of spreads at which the law of SGD fits: 0.60 to 0.80 for four kinds of SGD, above 0.93 for Adam, Lion and
+GaLore."""
+
 FindNames = Callable[[], Mapping[int, tuple[str, str]]]
 """Returns the name and the kind of each parameter by its ``id``; called only when needed."""
 
@@ -88,8 +95,10 @@ class SampledValues:
         return self.slopes / self.looks
 
     def seen(self, law: StepLaw) -> StillParameter:
-        """Return the number of values that steps would have moved by a unit in the last place, and of changed values.
-        Both had a gradient in half of the samples."""
+        """Return how many values count, and how many have changed; both had a gradient in half of the samples.
+
+        A value counts if the steps would have moved it by a unit in the last place.
+        """
         unit = self.at_first.float().abs() * torch.finfo(self.at_first.dtype).eps
         counted = self.has_gradients & (unit <= law.distance(self))
         moved = self.moved & self.has_gradients
@@ -98,36 +107,28 @@ class SampledValues:
 
 @dataclass(frozen=True)
 class StepLaw:
-    """How far an unknown optimizer moves a value: ``factor`` times the learning rates, or as in SGD, times the gradient
-    too (``by_gradient``)."""
+    """How far an optimizer moves a value: by the learning rates of all steps at most, or as in SGD, by ``factor``
+    times these and the gradient."""
 
-    factor: float = 1.0
-    by_gradient: bool = False
+    factor: float | None = None
 
     @staticmethod
     def of(sampled: Sequence[SampledValues]) -> StepLaw:
-        """Return the law with the smaller spread over the values that have moved; steps as large as the learning rate
-        if these are too few."""
-        moved = [(one, one.moved & one.has_gradients & (one.reach > 0.0)) for one in sampled]
-        ways = [(one.latest.float() - one.at_first.float()).abs()[of] for one, of in moved]
-        way = torch.cat([torch.empty(0), *(one.cpu() for one in ways)])
-        if int((way > 0.0).sum()) < LEAST_VALUES:
+        """Return the law of SGD if it fits the moved values clearly better, with a smaller spread."""
+        ratios: list[torch.Tensor] = []
+        for one in sampled:
+            way = (one.latest.float() - one.at_first.float()).abs()
+            of = (way > 0.0) & one.has_gradients & (one.reach > 0.0)
+            ratios.append(torch.stack([way / one.reach, way / (one.reach * one.slope)])[:, of].log().cpu())
+        found = torch.cat([torch.empty(2, 0), *ratios], dim=1)
+        by_rate, by_gradient = found[:, found.isfinite().all(0)]
+        if len(by_rate) < LEAST_VALUES or by_gradient.std() > FITS_BETTER * by_rate.std():
             return StepLaw()
-        reach, slope = (
-            torch.cat([values(one)[of].cpu() for one, of in moved])[way > 0.0]
-            for values in (lambda one: one.reach, lambda one: one.slope)
-        )
-        ratios = (way[way > 0.0] / reach).log(), (way[way > 0.0] / (reach * slope)).log()
-        by_rate, by_gradient = (one[one.isfinite()] for one in ratios)
-        is_by_gradient = bool(by_gradient.std() < by_rate.std())
-        return StepLaw(float((by_gradient if is_by_gradient else by_rate).median().exp()), is_by_gradient)
+        return StepLaw(float(by_gradient.median().exp()))
 
     def distance(self, sampled: SampledValues) -> torch.Tensor:
-        """Return how far the law moves each value, at most. Steps in one direction go further than the typical ones
-        that turn around, but none of a normalized optimizer is larger than the learning rate."""
-        if self.by_gradient:
-            return sampled.reach * sampled.slope * self.factor
-        return sampled.reach
+        """Return how far the steps move each value."""
+        return sampled.reach * (1.0 if self.factor is None else sampled.slope * self.factor)
 
 
 class StillValues:
@@ -137,9 +138,11 @@ class StillValues:
         self._sampled: dict[int, SampledValues] = {}
         self._rates: dict[int, Any] = {}
         self._steps = self._next = 0
+        self._is_normalized = False
 
     def before(self, optimizer: Optimizer, names: FindNames) -> None:
         """Sample the parameters at growing intervals; call this right before each step of the optimizer."""
+        self._is_normalized = type(optimizer).__name__ in NORMALIZED
         if self._steps >= self._next:
             self._next = self._steps + max(1, self._steps // 4)
             for index in range(len(optimizer.param_groups)):
@@ -165,7 +168,7 @@ class StillValues:
     @property
     def still(self) -> Iterator[StillParameter]:
         """The parameters with almost no changed values, in kinds with enough values that count."""
-        law = StepLaw.of([*self._sampled.values()])
+        law = StepLaw() if self._is_normalized else StepLaw.of([*self._sampled.values()])
         old_enough = [one for one in self._sampled.values() if one.steps >= LEAST_STEPS]
         known = [one.seen(law) for one in old_enough if not bool(one.is_kept)]
         still = [one for one in known if one.moved <= MOVED * one.entries]

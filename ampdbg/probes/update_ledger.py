@@ -153,8 +153,9 @@ class SecondMoment(NamedTuple):
 
     @property
     def sticks(self) -> bool:
-        """True if a step's decay rounds to nothing: it is below half a unit in the last place, at least eps/4."""
-        return 1.0 - self.beta < self.eps / 4
+        """True if a step's decay rounds to nothing: it is below half a unit in the last place, which is eps/4 to eps/2
+        of a value. At a decay between these the moment sticks once its mantissa is small enough."""
+        return 1.0 - self.beta < self.eps / 2
 
     @property
     def apart(self) -> float:

@@ -108,9 +108,8 @@ def test_gains_that_freeze_at_one_in_bfloat16_are_named_and_gains_in_float32_mov
     assert record.findings[0].parameter == "norm.weight"
     lost = [f"{kind.lost:.0%} of {kind.kind}" for kind in record.updates.kinds if (kind.lost or 0.0) > 0.5]
     whole = f"{record.updates.lost:.0%} of all half weights. To first order"
-    assert (
-        f"Lost of the way that float32 weights go in them: {', '.join(lost)} and {whole}" in record.findings[0].message
-    )
+    shares = ", ".join(["100% of these", *lost])
+    assert f"Lost of the way that float32 weights go in them: {shares} and {whole}" in record.findings[0].message
 
     twin, net = trained(torch.float32)
     assert int((net.norm.weight != 1).sum()) == 64
