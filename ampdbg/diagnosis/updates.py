@@ -28,7 +28,7 @@ MOST_OF_THE_UPDATE = 0.5
 """If half weights lose a larger share of the movement, training does not advance."""
 
 COSTLY, A_QUARTER = 0.1, 0.25
-"""Half weights train worse if they lose a quarter of the movement and, with it, this share of the loss's fall."""
+"""Losing a quarter of the movement matters if this share of the loss's fall is lost with it."""
 
 STANDS_STILL = 0.9
 """An average that loses a larger share of its movement is frozen."""
