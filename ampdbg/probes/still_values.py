@@ -6,6 +6,7 @@ bitwise with its first sample, before a step. A GPU is synchronized only at the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +35,9 @@ MASTER_STATE_NAMES = re.compile(f"{MASTERS.pattern}|kahan|comp|resid|remain|shif
 NORMALIZED = frozenset({"Adafactor", "Lion", "Muon", "SparseAdam"})
 """Optimizers whose steps do not grow with the gradient, by class name. For others the moved values show it."""
 
-FITS_BETTER = 0.85
-"""The ratio of spreads at which the law of SGD fits: 0.60 to 0.80 for four kinds of SGD, above 0.93 for Adam, Lion and
-GaLore."""
+FITS_BETTER, STRAIGHT = 0.9, 0.25
+"""The law of SGD fits if its spread is smaller by this factor: 0.60 to 0.87 for five kinds of SGD, above 0.93 for Adam,
+Lion and GaLore. These also move some value by more than ``STRAIGHT`` of the learning rates together."""
 
 FindNames = Callable[[], Mapping[int, tuple[str, str]]]
 """Returns the name and the kind of each parameter by its ``id``; called only when needed."""
@@ -122,9 +123,10 @@ class StepLaw:
             ratios.append(torch.stack([way / one.reach, way / (one.reach * one.slope)])[:, of].log().cpu())
         found = torch.cat([torch.empty(2, 0), *ratios], dim=1)
         by_rate, by_gradient = found[:, found.isfinite().all(0)]
-        if len(by_rate) < LEAST_VALUES or by_gradient.std() > FITS_BETTER * by_rate.std():
+        if len(by_rate) < LEAST_VALUES or by_rate.max() > math.log(STRAIGHT):
             return StepLaw()
-        return StepLaw(float(by_gradient.median().exp()))
+        is_of_sgd = by_gradient.std() < FITS_BETTER * by_rate.std()
+        return StepLaw(float(by_gradient.median().exp()) if is_of_sgd else None)
 
     def distance(self, sampled: SampledValues) -> torch.Tensor:
         """Return how far the steps move each value."""

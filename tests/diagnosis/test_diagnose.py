@@ -948,6 +948,15 @@ def test_frozen_weights_are_an_error_at_every_measured_cost(
     assert f"up to {100 * cost:g}% of their own part in the loss's fall" in found.message
 
 
+@pytest.mark.parametrize(("lost", "cost", "is_found"), [(0.39, 0.17, True), (0.39, 0.04, False), (0.1, 0.17, False)])
+def test_movement_lost_in_part_is_a_warning_if_it_costs_a_tenth_of_the_fall_of_the_loss(
+    lost: float, cost: float, is_found: bool
+) -> None:
+    found = diagnosed("." * 40, updates=Updates(20, lost=lost, lost_gradient=lost, cost=cost)).findings
+    assert [(one.code, one.severity) for one in found] == [("optimizer-underflow", "warning")] * is_found
+    assert not found or "To first order that costs 17% of the loss's fall" in found[0].message
+
+
 def test_of_several_stuck_moments_the_finding_names_the_largest_first() -> None:
     stuck = tuple(StuckMoment(name, 0.999, times, True, 40) for name, times in (("a", 5.0), ("b", 9.0)))
     (found,) = diagnosed("." * 40, updates=Updates(20, stuck=stuck)).findings

@@ -401,7 +401,7 @@ def test_a_second_moment_stuck_in_bfloat16_is_reported_with_its_factor_of_twenty
 
 
 @pytest.mark.parametrize("windows", [range(390, 2000, 400), pytest.param([390, 790], marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("beta", [0.999, 0.95])
+@pytest.mark.parametrize("beta", [0.999, 0.997, 0.95])  # at 0.997 a moment sticks once its mantissa is below 1.3
 def test_a_stuck_second_moment_is_found_from_windows_over_a_part_of_the_steps(
     windows: Sequence[int], beta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,8 +419,9 @@ def test_a_stuck_second_moment_is_found_from_windows_over_a_part_of_the_steps(
     assert seen is not None
     in_float32 = (1.0 - beta**50) * beta**1950 + 1e-4 * (1.0 - beta**1950)
     kept = float(optimizer.state[weight]["exp_avg_sq"].float().mean())
-    assert [one.steps for one in seen.stuck] == [2000] * (beta == 0.999)
-    assert all(0.7 < one.times / (kept / in_float32) <= 1.01 for one in seen.stuck)
+    assert [one.steps for one in seen.stuck] == [2000] * (beta > 0.99)
+    least = 0.7 if beta == 0.999 else 0.4  # the message says "at least"
+    assert all(least < one.times / (kept / in_float32) <= 1.01 for one in seen.stuck)
 
 
 @pytest.mark.parametrize("passes", slow_except([16, 1024], [16, 64, 256, 1024]))
@@ -741,6 +742,26 @@ def gains_at_rate_zero(net: nn.Module) -> torch.optim.Optimizer:
 )
 def test_values_that_may_rest_or_are_kept_in_float32_are_not_reported_as_frozen(make: Made, steps: int) -> None:
     record, _ = trained(steps=steps, make=make)
+    assert (codes(record), judged(record)) == ([], 0)
+
+
+class CompensatedSGD(torch.optim.Optimizer):
+    """SGD that keeps the rounding error of half weights under a name that says nothing."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for half in self.param_groups[0]["params"]:
+            exact = half.float() + self.state[half].get("c", 0.0) - self.param_groups[0]["lr"] * half.grad.float()
+            half.copy_(exact)
+            self.state[half]["c"] = exact - half.float()
+
+
+def test_gains_that_short_steps_of_sgd_have_not_moved_yet_are_not_reported_as_frozen() -> None:
+    record, net = trained(steps=100, make=lambda net: CompensatedSGD(net.parameters()))
+    assert int((net.norm.weight != 1).sum()) <= 2  # the exact ones have moved by less than a unit in the last place
     assert (codes(record), judged(record)) == ([], 0)
 
 
