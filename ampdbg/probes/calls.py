@@ -186,6 +186,8 @@ class Calls:
         rewritten = self._rewritten(before)
         filled = self._filled(rewritten) if scaler else ()
         originals = [(place, marks, marks.now()) for place, (_, marks) in self._originals.items()]
+        # A script that adds gradients of originals to those of its copies, and clears the originals', gives up no pass.
+        moved = {place for place in rewritten if place in self._originals and any(before[place])}
         cleared = [place for place, marks, state in originals if marks.are_rewritten(state)]
         try:
             result = engine(roots, starts, *args, **kwargs)
@@ -202,7 +204,8 @@ class Calls:
         copied = [place for place, marks, state in originals if marks.now() != state]
         for _, marks, _ in originals:
             marks.renew()
-        self.last_pass_places = (*written, *copied), (*rewritten, *cleared)
+        gone = tuple(place for place in (*rewritten, *cleared) if place not in moved)
+        self.last_pass_places = (*written, *copied), gone
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
             halves = ()  # a scaler rejects FP16 gradients, so its absence is not a misuse
         self._note(

@@ -1211,3 +1211,28 @@ def test_buffers_of_a_deleted_model_keep_their_last_counts() -> None:
         trained()
         gc.collect()
     assert [counts.name for step in watcher.steps for counts in step.nonfinite] == ["1.running_mean"]
+
+
+def test_gradients_that_a_loop_adds_to_float32_copies_belong_to_one_step() -> None:
+    net = torch.nn.Linear(4, 4).to(torch.bfloat16)
+    copies = [weight.detach().float().requires_grad_() for weight in net.parameters()]
+    optimizer, sums = torch.optim.SGD(copies, lr=1e-2), list[float]()
+    with watch(net, optimizer) as watched:
+        for _ in range(4):
+            sums.append(0.0)
+            for _ in range(3):
+                loss = net(torch.randn(2, 4, dtype=torch.bfloat16)).float().square().mean()
+                loss.backward()
+                sums[-1] += loss.item()
+                for weight, kept in zip(net.parameters(), copies, strict=True):
+                    assert weight.grad is not None
+                    kept.grad = weight.grad.float() + (0.0 if kept.grad is None else kept.grad)
+                    weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for weight, kept in zip(net.parameters(), copies, strict=True):
+                    weight.copy_(kept)
+    steps = watched.record().steps
+    assert [step.loss for step in steps] == pytest.approx(sums)
+    assert [step.passes for step in steps] == [3] * 4
