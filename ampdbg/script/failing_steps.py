@@ -78,6 +78,8 @@ HALF_BY_HOOKS = "its half weights have a wrapper's hooks, which a replay in FP32
 
 NOT_COMPARED = "step {} was not compared with FP32: {}"
 
+FP32_RAISED = "its replay in FP32 failed: {}"
+
 REPLAYS_DISABLED = "--no-investigate allows no replay"
 
 IN_GROUP = "its process trains together with others, which a replay would block"
@@ -506,7 +508,8 @@ class FailingSteps:
         if fault is not None and fault.has_grown_or_risen:
             return THROWN
         if fault is None:
-            return REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
+            differs = REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
+            return FP32_RAISED.format(made.reference.error) if made.reference.error else differs
         if not made.reference.grad_norm:
             return NO_GRADIENTS
         if fault.is_fault and self.captures.are_wanted:

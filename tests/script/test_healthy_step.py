@@ -234,3 +234,31 @@ def test_a_loss_with_a_graph_from_before_the_loop_is_not_compared_and_has_a_note
     assert record.investigations == ()
     assert "agrees with FP32" not in result.stderr
     assert record.unseen.notes[-1].endswith("ampdbg did not see every call that its loss needs")
+
+
+RAISES_IN_FP32 = scripts.loop("""
+class Large(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.dtype is torch.float32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return y
+
+net = nn.Sequential(Large(8, 8), nn.Linear(8, 1)).cuda()
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-2), torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(16):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(torch.rand(16, 8).cuda()).float().square().mean()
+    STEP
+torch.save(net.state_dict(), "net.pt")
+""")
+"""FP32 takes more memory than there is."""
+
+
+def test_a_replay_in_fp32_that_runs_out_of_memory_is_named_as_the_reason(tmp_path: Path) -> None:
+    result, record = run(tmp_path, RAISES_IN_FP32)
+    (note,) = record.unseen.notes
+    assert (result.code, record.verdict) == (0, "healthy")
+    assert note.startswith("step 10 was not compared with FP32: its replay in FP32 failed: ")
+    assert "OutOfMemoryError: CUDA out of memory" in note
+    assert_unwatched_saves_the_same(tmp_path)
