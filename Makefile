@@ -23,7 +23,7 @@ demo: setup ## a real FP16 training run that fails, watched step by step
 	@$(BIN)/ampdbg scan configs/linear_attention.yaml; code=$$?; \
 	test $$code -le 1 || exit $$code # 1: something was found, which is the point of the demo
 
-test: setup ## lint, format and types beside the test suite with its layers: about seven minutes on two cores
+test: setup ## lint, format and types beside the test suite with its layers: five to seven minutes on two cores
 	@begun=$$(date +%s); $(MAKE) --no-print-directory --jobs=2 lint suite; code=$$?; took=$$(($$(date +%s) - begun)); \
 	printf 'make test: %d:%02d\n' $$((took / 60)) $$((took % 60)); exit $$code
 
