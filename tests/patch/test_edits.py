@@ -285,6 +285,14 @@ def test_a_lifted_pin_on_a_line_that_only_calls_modules_is_refused() -> None:
     assert [one.reason for one in edited.refused] == ["it only calls modules or functions; pin what it calls"]
 
 
+def test_of_two_pins_on_a_line_one_that_casts_to_fp32_is_enough() -> None:
+    source = b"import torch\n\ndef f(x):\n    return (x / 2).half()\n"
+    pins = [LinePin("f", (4,)), LinePin("f", (4,), casts_to_fp32=True)]
+    alone, *together = (edit_source(source, one, seen_anywhere(("x",))) for one in (pins[1:], pins, pins[::-1]))
+    assert b".half()" not in alone.source
+    assert [one.source for one in together] == [alone.source] * 2
+
+
 def test_the_reason_for_an_untraced_line_says_how_to_edit_by_hand() -> None:
     (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))]).refused
     assert refused.reason.startswith("no replay runs this line itself, so ampdbg does not know which of its names hold")

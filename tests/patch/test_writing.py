@@ -116,6 +116,26 @@ def test_no_file_is_changed_if_a_write_fails(
     assert contents(tmp_path) == OLD
 
 
+def test_a_file_that_cannot_be_restored_does_not_keep_the_others_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edits = [FileEdit(tmp_path / name, b"old", b"new") for name in ("a.py", "b.py", "c.py")]
+    for edit in edits:
+        edit.path.write_bytes(edit.before)
+    replace, written = os.replace, list[str]()
+
+    def failing(source: str, target: Path) -> None:
+        written.append(Path(target).name)
+        if written[-1] == "c.py" or (written[-1] == "b.py" and written.count("b.py") > 1):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(PatchError):
+        write_edits(edits)
+    assert contents(tmp_path) == {"a.py": b"old", "b.py": b"new", "c.py": b"old"}
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions and links of POSIX")
 def test_writing_keeps_permissions_symlinks_and_hard_links(tmp_path: Path) -> None:
     file, link = tmp_path / "a.py", tmp_path / "link.py"
