@@ -176,8 +176,9 @@ class HalfUpdates(Evident):
     @property
     def of_kinds(self) -> str:
         """The lost share of the frozen parameters, of the kinds that lose most of their movement, and of all."""
-        shares = dict.fromkeys(f"{one:.0%}" for one in sorted(one.lost for one in self.seen.frozen))
-        frozen = [f"{' to '.join([*shares][:: max(1, len(shares) - 1)])} of these"] if shares else []
+        shares = [one.lost for one in self.seen.frozen]
+        ends = dict.fromkeys(f"{end(shares):.0%}" for end in (min, max)) if shares else {}
+        frozen = [f"{' to '.join(ends)} of these"] if ends else []
         kinds = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
         judged = f"the {self.judged_share} that could be judged" if self.judged_share else "all half weights"
         return listed([*frozen, *(f"{one.lost:.0%} of {one.kind}" for one in kinds), f"{self.lost:.0%} of {judged}"], 9)
