@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampdbg.commands.output import look_of, save, say, typed_as
+from ampdbg.commands.output import look_of, save, typed_as
+from ampdbg.commands.streams import say
 from ampdbg.record.file import CAPTURES
 from ampdbg.report.formats import written
 

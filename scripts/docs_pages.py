@@ -6,9 +6,11 @@ pages of docs/ between two comments, where GitHub shows them too: `make docs` ru
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,11 +20,10 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from typer.testing import CliRunner
 
 import ampdbg
 from ampdbg import errors
-from ampdbg.commands.app import COMMANDS, program
+from ampdbg.commands.app import COMMANDS, function_of, program
 from ampdbg.config.schema import json_schema
 from ampdbg.diagnosis.diagnose import ORDER_OF_DECISION
 from ampdbg.lint.settings import CODES as LINT_CODES
@@ -78,26 +79,28 @@ def pages() -> dict[str, str]:
 
 def command_pages() -> dict[str, str]:
     """A page a command, and their list."""
-    rows = [f"| [`ampdbg {name}`]({name}.md) | {_escaped(_said(command)[0])} |" for name, command in COMMANDS.items()]
+    rows = [f"| [`ampdbg {name}`]({name}.md) | {_escaped(summary)} |" for name, summary in COMMANDS.items()]
     table = _table("| command | what it does |", rows)
     said = "Results go to stdout, progress and messages to stderr."
     listing = f"# Commands\n\n{table}\n\n{said}\n\n{exit_code_table()}\n"
     return {
         "commands/index.md": listing,
-        **{f"commands/{name}.md": _command_page(name, command) for name, command in COMMANDS.items()},
+        **{f"commands/{name}.md": _command_page(name) for name in COMMANDS},
     }
 
 
-def _said(command: Callable[..., int]) -> list[str]:
-    """The paragraphs of a command's help."""
-    return [" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n")]
+def printed_help(name: str) -> str:
+    """What ``ampdbg NAME --help`` prints, 100 columns wide."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        program()([name, "--help"], prog_name="ampdbg", standalone_mode=False, terminal_width=100)
+    return printed.getvalue()
 
 
-def _command_page(name: str, command: Callable[..., int]) -> str:
+def _command_page(name: str) -> str:
     """What it does, and its help as the program prints it."""
-    printed = CliRunner().invoke(program(), [name, "--help"], env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"}).stdout
-    said = "\n\n".join(map(_escaped, _said(command)))
-    return f"# ampdbg {name}\n\n{said}\n\n```text\n{printed.strip()}\n```\n"
+    paragraphs = (inspect.getdoc(function_of(name)) or "").split("\n\n")
+    said = "\n\n".join(_escaped(" ".join(part.split())) for part in paragraphs)
+    return f"# ampdbg {name}\n\n{said}\n\n```text\n{printed_help(name).strip()}\n```\n"
 
 
 def _escaped(text: str) -> str:

@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
 import ampdbg
-from ampdbg.commands.app import COMMANDS, program
+from ampdbg.commands.app import COMMANDS
 from ampdbg.config.schema import ConfigFile
 from ampdbg.lint.settings import read_settings
 from ampdbg.record.codes import CODES
 from ampdbg.record.file import read_record
 from ampdbg.report.explanation import explanation
-from scripts.docs_pages import TABLES, with_tables
+from scripts.docs_pages import TABLES, printed_help, with_tables
 from tests.commands.program import start
 from tests.report.pages import rendered
 
@@ -167,7 +166,7 @@ def test_commands_and_options_named_on_a_page_exist(page: str) -> None:
 
 @functools.cache
 def options_of(verb: str) -> set[str]:
-    return set(re.findall(r"--[a-z][a-z0-9-]+", CliRunner().invoke(program(), [verb, "--help"]).stdout))
+    return set(re.findall(r"--[a-z][a-z0-9-]+", printed_help(verb)))
 
 
 ACTION = yaml.safe_load((DOCS / "github-action.yml").read_text(encoding="utf-8"))

@@ -1,48 +1,67 @@
 """The ``ampdbg`` program: the table of its commands.
 
-Slow imports (torch, pydantic, rich) are inside the commands that need them. So ``ampdbg --help`` and a mistyped option
-answer at once.
+A command's module is imported when the command is typed. Slow imports (torch, pydantic, rich) are inside the commands
+that need them. So ``ampdbg --help`` and a mistyped option answer at once.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 from ampdbg.escapes import printable
 
-from . import (
-    bisect,
-    compare,
-    cost,
-    doctor,
-    explain,
-    init,
-    lint,
-    ranges,
-    replay,
-    report,
-    run,
-    scan,
-    schema,
-    suggest_fp32,
-)
-from .failure import guarded
-from .output import end_streams, say, write_result
+from .streams import end_streams, say, write_result
 
-VERBS = (scan, ranges, bisect, suggest_fp32, cost, run, replay, compare, lint, report, explain, init, schema, doctor)
-"""One file for each command, in the order of the help."""
-
-COMMANDS: dict[str, Callable[..., int]] = {
-    verb.__name__.rpartition(".")[2].replace("_", "-"): verb.command for verb in VERBS
+COMMANDS = {
+    "scan": "Train a few steps, and explain what fails.",
+    "ranges": "Show how close one step is to FP16's limits.",
+    "bisect": "Find the fewest modules that need FP32.",
+    "suggest-fp32": "Print the patch that cures it, proven.",
+    "cost": "Compare what each precision level takes.",
+    "run": "Run a training script unchanged, and watch it.",
+    "replay": "Replay a captured step, and explain it.",
+    "compare": "Compare two records: what got worse.",
+    "lint": "Find AMP misuse and apex in source code, without running it.",
+    "report": "Show a record again, in any format.",
+    "explain": "Explain a finding: meaning, decision, remedy.",
+    "init": "Write a config and a workload to start from.",
+    "schema": "Print the config's JSON schema.",
+    "doctor": "Show what this machine can do for mixed precision.",
 }
+"""The commands in the order of the help, with the first line of their help. Each has a module of its name."""
+
+
+def function_of(name: str) -> Callable[..., int]:
+    """Import a command's module, and return the function that Typer reads its options from."""
+    module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+    return cast(Callable[..., int], module.command)
+
+
+class _LazyCommand(TyperCommand):
+    """A command that is imported when it is typed. The help of the program shows only its first line."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return _command(str(self.name)).make_context(info_name, args, parent, **extra)
+
+
+def _command(name: str) -> Any:
+    from .failure import guarded
+
+    runs_a_script = name == "run"
+    settings = {"allow_interspersed_args": False} if runs_a_script else {}
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.command(name, context_settings=settings)(guarded(function_of(name), takes_signals=not runs_a_script))
+    return typer.main.get_command(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -63,8 +82,9 @@ def _program(
     """
 
 
-def program() -> typer.Typer:
-    """Return the program with its commands, as a Typer app."""
+@functools.cache
+def program() -> TyperGroup:
+    """Return the program with its commands, as a click group. Typer would rebuild it at each call."""
     app = typer.Typer(
         name="ampdbg",
         rich_markup_mode=None,  # rich help would cost 80 ms of import
@@ -72,17 +92,10 @@ def program() -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(_program)
-    for name, function in COMMANDS.items():
-        of_a_script = function is run.command
-        settings = {"allow_interspersed_args": False} if of_a_script else {}
-        app.command(name, context_settings=settings)(guarded(function, takes_signals=not of_a_script))
-    return app
-
-
-@functools.cache
-def _commands() -> Callable[..., Any]:
-    """The program as a click command. Typer would rebuild all commands and its excepthook at each call."""
-    return typer.main.get_command(program())
+    group = cast(TyperGroup, typer.main.get_command(app))
+    for name, summary in COMMANDS.items():
+        group.add_command(_LazyCommand(name, help=summary, rich_markup_mode=None))
+    return group
 
 
 # Typer includes its own click, or uses the installed one.
@@ -93,7 +106,7 @@ def main() -> None:
     """Run the program on ``sys.argv`` and exit with its code."""
     code: Any = EXIT_COULD_NOT_RUN
     try:
-        code = _commands()(sys.argv[1:] or ["--help"], prog_name="ampdbg", standalone_mode=False)
+        code = program()(sys.argv[1:] or ["--help"], prog_name="ampdbg", standalone_mode=False)
     except UsageError as error:
         said = io.StringIO()
         cast(Any, error).show(said)

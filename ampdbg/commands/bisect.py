@@ -13,7 +13,8 @@ from ampdbg.given import read_given
 from ampdbg.record.run import Record
 
 from . import options, progress, scan
-from .output import results_only, show
+from .output import show
+from .streams import results_only
 
 
 @options.with_run_options

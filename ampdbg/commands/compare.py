@@ -17,7 +17,8 @@ from ampdbg.escapes import harmless
 from ampdbg.record.file import read_record, strict
 
 from . import options
-from .output import in_form, look_of, write_result
+from .output import in_form, look_of
+from .streams import write_result
 
 ComparisonFormat = Literal["text", "json", "markdown", "sarif"]
 

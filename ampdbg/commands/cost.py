@@ -12,7 +12,8 @@ from ampdbg.given import read_given
 from ampdbg.quantities import byte_count
 
 from . import options, progress
-from .output import results_only, show
+from .output import show
+from .streams import results_only
 
 
 def _checked_size(value: str | None) -> str | None:

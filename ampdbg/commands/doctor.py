@@ -7,7 +7,8 @@ import sys
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY
 
 from . import options
-from .output import look_of, write_result
+from .output import look_of
+from .streams import write_result
 
 
 def command(

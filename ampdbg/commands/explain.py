@@ -15,7 +15,8 @@ from ampdbg.report.explanation import explanation, explanation_page, explanation
 from ampdbg.report.view import Look
 
 from . import options
-from .output import look_of, write_result
+from .output import look_of
+from .streams import write_result
 
 TEXT_WIDTH = 80
 """The width of prose on any terminal: longer lines are hard to read."""

@@ -19,7 +19,8 @@ from ampdbg.record.run import Record
 
 from .interrupts import INTERRUPTED, interruptible
 from .options import Debug
-from .output import WRITTEN, save, say, typed_as, with_page
+from .output import WRITTEN, save, typed_as, with_page
+from .streams import say
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:

@@ -12,7 +12,7 @@ import typer
 from ampdbg.errors import EXIT_HEALTHY
 from ampdbg.escapes import printable
 
-from .output import write_result
+from .streams import write_result
 
 
 def command(

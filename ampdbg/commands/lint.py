@@ -11,7 +11,8 @@ import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_FOUND, EXIT_HEALTHY, ConfigError
 
-from .output import look_of, say, write_result
+from .output import look_of
+from .streams import say, write_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

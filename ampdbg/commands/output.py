@@ -1,19 +1,16 @@
-"""Where a command writes: its record to a file, results to stdout, everything else to stderr."""
+"""What a command leaves: its record in a file, its page, and its report on stdout."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import shutil
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
-from ampdbg.errors import AmpdbgError, RecordError, reason_of
+from ampdbg.errors import RecordError, reason_of
 from ampdbg.files import replace_file
 from ampdbg.given import CommandInput
 from ampdbg.record.file import add_record, write_atomically, write_latest, write_record
@@ -23,6 +20,7 @@ from ampdbg.report.view import CommandContext, Look, Order
 
 from .interrupts import interrupts_held
 from .options import RunOptions
+from .streams import is_rich_terminal, is_terminal, say, write_result
 
 PLAIN_WIDTH = 80
 MAX_WIDTH = 140
@@ -38,104 +36,8 @@ PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
 
 def look_of(stream: TextIO | None) -> Look:
     """Return what a stream can show; only a color terminal without NO_COLOR gets colors."""
-    columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if _is_terminal(stream) else PLAIN_WIDTH
+    columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if is_terminal(stream) else PLAIN_WIDTH
     return Look(min(MAX_WIDTH, columns), is_rich_terminal(stream), _carries(stream, "━┃┤└×✓"))
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except (OSError, ValueError, AttributeError):  # closed, or an object of the user's own
-        return False
-
-
-def is_rich_terminal(stream: TextIO | None) -> bool:
-    """True if the stream shows colors and animation: no pipe, no old Windows console, no NO_COLOR or TERM=dumb."""
-    if os.environ.get("NO_COLOR") or not _is_terminal(stream):
-        return False
-    from rich.console import Console
-
-    console = Console(file=stream)
-    return not (console.is_dumb_terminal or console.legacy_windows)
-
-
-def say(message: str) -> None:
-    """Write a line to stderr. If it can no longer be read, the command continues."""
-    try:
-        sys.stderr.write(f"{message}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):  # the reader has gone, the disk is full, it is closed, or None
-        _silence(sys.stderr)
-
-
-def _silence(stream: TextIO) -> None:
-    """Discard the stream's buffer and everything that follows, on which Python would fail again at exit."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        descriptor, null = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-        if null != descriptor:  # they are equal if stderr or stdout was closed
-            os.dup2(null, descriptor)
-            os.close(null)
-
-
-def write_result(text: str | bytes, stream: TextIO) -> None:
-    """Write the result, bytes unchanged; return silently if the reader has gone, such as ``head``.
-
-    Raises:
-        AmpdbgError: stdout cannot be written: it is closed, or a file on a full disk.
-    """
-    if sys.__stdout__ is None and text:
-        raise AmpdbgError("stdout: cannot be written: it is closed")
-    try:
-        if isinstance(text, bytes):  # past the encoding and the line ends of the stream
-            stream.buffer.write(text)
-        else:
-            encoding = getattr(stream, "encoding", None) or "utf-8"  # a text-only stream takes all characters
-            # Names may hold any character; characters that the stream cannot encode are shown as escapes.
-            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
-    except OSError as error:
-        _silence(stream)
-        if not isinstance(error, BrokenPipeError):
-            raise AmpdbgError(f"stdout: cannot be written: {reason_of(error)}") from None
-
-
-def in_form(text: str, format_: str) -> str | bytes:
-    """Return the argument of :func:`write_result`: text as it is, other formats in UTF-8 in any locale."""
-    return text if format_ == "text" else text.encode("utf-8", "replace")
-
-
-def end_streams() -> None:
-    """Flush stdout and stderr, or discard what is in them: Python would fail on it at exit, with code 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            _silence(stream)
-
-
-@contextlib.contextmanager
-def results_only() -> Iterator[TextIO]:
-    """Yield the real stdout; from then on everything that is printed, by any means, goes to stderr.
-
-    Python's ``sys.stdout`` is replaced. So is the file descriptor, to which C++ code and subprocesses write, such as a
-    DataLoader's workers. It stays replaced until the process ends. Otherwise output of the user's ``atexit`` functions
-    or threads would follow the result, and spoil it.
-    """
-    stdout = sys.stdout
-    stdout.flush()
-    sys.stdout = sys.stderr
-    try:
-        descriptor, stderr = stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):  # a notebook's stdout has no descriptor
-        yield stdout
-        return
-    result = os.fdopen(os.dup(descriptor), "w", encoding=stdout.encoding, errors="backslashreplace")
-    os.dup2(stderr, descriptor)
-    try:
-        yield result
-    finally:
-        with contextlib.suppress(OSError):  # the failed write was reported
-            result.close()
 
 
 def _carries(stream: TextIO | None, text: str) -> bool:
@@ -144,6 +46,11 @@ def _carries(stream: TextIO | None, text: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+def in_form(text: str, format_: str) -> str | bytes:
+    """Return the argument of :func:`write_result`: text as it is, other formats in UTF-8 in any locale."""
+    return text if format_ == "text" else text.encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

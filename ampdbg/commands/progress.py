@@ -16,7 +16,7 @@ from ampdbg.record.pins import Trial, is_line
 from ampdbg.record.run import Step
 
 from .interrupts import raise_if_interrupted
-from .output import is_rich_terminal, say
+from .streams import is_rich_terminal, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -12,8 +12,9 @@ from ampdbg.given import read_given
 from ampdbg.report.view import Order
 
 from . import options, progress
-from .output import results_only, show
+from .output import show
 from .scan import exit_code
+from .streams import results_only
 
 
 @options.with_run_options

@@ -13,8 +13,9 @@ from ampdbg.errors import ConfigError
 from ampdbg.given import read_given
 
 from . import options, progress
-from .output import results_only, show
+from .output import show
 from .scan import exit_code
+from .streams import results_only
 
 
 @functools.partial(options.with_run_options, but=options.OF_A_CONFIG)

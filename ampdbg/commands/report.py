@@ -17,7 +17,8 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import FORMATS, written
 
 from . import options
-from .output import PLAIN, in_form, look_of, typed_as, write_result
+from .output import PLAIN, in_form, look_of, typed_as
+from .streams import write_result
 
 
 def _known(name: str) -> str:

@@ -28,9 +28,10 @@ from ampdbg.report.view import CommandContext
 from ampdbg.source.ownership import loaded_files
 
 from . import options
-from .output import look_of, save, say, typed_as, with_page
+from .output import look_of, save, typed_as, with_page
 from .scan import FailOn, exit_code
 from .source_findings import say_source_findings
+from .streams import say
 
 
 def command(

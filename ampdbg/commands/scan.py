@@ -12,8 +12,9 @@ from ampdbg.given import read_given
 from ampdbg.record.run import Record
 
 from . import options, progress
-from .output import results_only, show
+from .output import show
 from .source_findings import say_source_findings
+from .streams import results_only
 
 FailOn = Literal["error", "warning", "never"]
 

@@ -7,7 +7,7 @@ import sys
 
 from ampdbg.errors import EXIT_HEALTHY
 
-from .output import write_result
+from .streams import write_result
 
 
 def command() -> int:

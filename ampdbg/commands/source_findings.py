@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ampdbg.record.run import Record
 
-from .output import say
+from .streams import say
 
 if TYPE_CHECKING:
     from ampdbg.lint.engine import LintFinding

@@ -19,7 +19,8 @@ from ampdbg.record.pins import Form
 from ampdbg.report.formats import written
 
 from . import bisect, options, progress
-from .output import Saved, in_form, look_of, results_only, save, say, typed_as, with_page, write_result
+from .output import Saved, in_form, look_of, save, typed_as, with_page
+from .streams import results_only, say, write_result
 
 
 @options.with_run_options

@@ -57,7 +57,7 @@ look = ownership.is_users_file
 ownership.is_users_file = lambda file: file not in installed and look(file)  # thousands of files, in each process
 for kind in (*ampdbg.record.log.KINDS.values(), ampdbg.record.run.Record):
     ampdbg.record.file.adapter(kind)
-ampdbg.commands.app._commands()
+ampdbg.commands.app.program()
 gc.freeze()
 serve()
 """

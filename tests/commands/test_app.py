@@ -31,10 +31,12 @@ def test_the_interrupt_handler_is_set_before_any_large_import(tmp_path: Path) ->
     assert done.stdout == "['ampdbg', 'ampdbg.__main__']\n"
 
 
-def test_help_imports_no_heavy_package(tmp_path: Path) -> None:
-    result = start(tmp_path, "--help", flags=("-X", "importtime"))
-    assert "ampdbg.commands.app" in imported_by(result)
-    assert not imported_by(result) & HEAVY
+def test_help_imports_no_heavy_package_and_no_command(tmp_path: Path) -> None:
+    imported = imported_by(start(tmp_path, "--help", flags=("-X", "importtime")))
+    assert {it for it in imported if it.startswith("ampdbg.commands")} == {
+        f"ampdbg.commands{module}" for module in ("", ".app", ".streams")
+    }
+    assert not imported & {*HEAVY, "ampdbg.record"}
 
 
 def test_help_lists_every_command_with_its_full_description(here: Here) -> None:
@@ -48,6 +50,7 @@ def test_each_command_has_help(name: str, here: Here) -> None:
     result = here(name, "-h")
     assert (result.code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"Usage: ampdbg {name} [OPTIONS]")
+    assert f"\n  {COMMANDS[name]}\n" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["scan", "ranges", "bisect", "suggest-fp32", "cost"])

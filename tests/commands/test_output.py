@@ -10,7 +10,8 @@ import pytest
 
 from ampdbg.commands import output
 from ampdbg.commands.options import check_place
-from ampdbg.commands.output import WRITTEN, is_rich_terminal, look_of, results_only, save
+from ampdbg.commands.output import WRITTEN, look_of, save
+from ampdbg.commands.streams import is_rich_terminal, results_only
 from ampdbg.errors import ConfigError
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
