@@ -150,9 +150,8 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
         file = read_source(source)
         for line in lines:
             located = file.at(line)
-            bindings = Bindings(file.module, located.function)
-            name, is_missing = torch_in(bindings)
-            constants = _Constants(bindings, frozenset(half), name)
+            name, is_missing = torch_in(located.bindings)
+            constants = _Constants(located.bindings, frozenset(half), name)
             found = dict(constants.replaced(located.line))
             # A name may be a number or a tensor, so names are edited only if no literal number is.
             numbers = {constant: text for constant, text in found.items() if constants.value(constant) is not None}

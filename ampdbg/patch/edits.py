@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import libcst as cst
 from libcst import matchers as m
@@ -124,21 +124,19 @@ class _Rewriter(cst.CSTTransformer):
 
     def mark(self, pins: Sequence[LinePin]) -> None:
         """Find the pinned lines in the file. Refuse missing lines."""
-        by_line = [(pin, number) for pin in pins for number in sorted(set(pin.lines))]
-        for pin, number in by_line:
-            try:
-                self._mark_line(pin, number, _located(pin, number, self.source))
-            except EditError as error:
-                self.refused[number] = str(error)
-
-    def _mark_line(self, pin: LinePin, number: int, located: Located) -> None:
-        callees = frozenset({canonical(pin.callee)} if pin.callee else ())
-        names = self.names.on(located.span, Bindings(self.source.module, located.function))
-        new = PinnedLine(number, names, callees, operations=not pin.callee, casts_to_fp32=pin.casts_to_fp32)
-        old = self.lines.setdefault(id(located.line), new)
-        operations, casts_to_fp32 = old.operations or new.operations, old.casts_to_fp32 or new.casts_to_fp32
-        merged = replace(old, callees=old.callees | callees, operations=operations, casts_to_fp32=casts_to_fp32)
-        self.lines[id(located.line)] = merged
+        for pin in pins:
+            for number in sorted(set(pin.lines)):
+                try:
+                    located = self.source.at(number)
+                    _check_place(located, pin.function)
+                except EditError as error:
+                    self.refused[number] = str(error)
+                    continue
+                names = self.names.on(located.span, located.bindings)
+                pinned = self.lines.setdefault(id(located.line), PinnedLine(number, names))
+                pinned.callees |= {canonical(pin.callee)} if pin.callee else set()
+                pinned.operations |= not pin.callee
+                pinned.casts_to_fp32 |= pin.casts_to_fp32
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
         body = self._suite(original_node, None).rewritten(original_node.body, updated_node.body)
@@ -151,18 +149,15 @@ class _Rewriter(cst.CSTTransformer):
         return updated_node.with_changes(body=body)
 
     def _suite(self, node: cst.CSTNode, indent: str | None) -> _Suite:
-        bindings = Bindings(self.source.module, self.source.function(node))
-        return _Suite(self, bindings, indent or self.source.module.default_indent)
+        return _Suite(self, self.source.bindings(node), indent or self.source.module.default_indent)
 
 
-def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
-    located = source.at(number)
-    if not located.is_in(pin.function):
+def _check_place(located: Located, function: str) -> None:
+    if not located.is_in(function):
         where = ".".join(located.qualname) or "no function"
-        raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
+        raise EditError(f"the file has changed since the run: the line is in {where}, not in {function}")
     if located.is_off:
         raise EditError("autocast is already off there; cast its half inputs with .float()")
-    return located
 
 
 # Blocks
@@ -230,11 +225,22 @@ class _Suite:
             index += len(block)
 
     def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> cst.With:
+        """Return ``with torch.autocast(device_type=…, enabled=False):`` around the pieces, with the file's own import.
+
+        Raises:
+            EditError: a cast or the device has no name, or the function has its own variable named torch.
+        """
         casts = casts_of(pieces, made)
         device_type = self._device_type(pieces, casts)
+        autocast = _imported_as(AUTOCASTS, self.bindings)
+        if not autocast:
+            torch, needs_import = torch_in(self.bindings)
+            autocast, self.file.needs_import = f"{torch}.autocast", self.file.needs_import or needs_import
+        off = cst.parse_expression(f"{autocast}(device_type={device_type}, enabled=False)")
         first, *rest = (with_replaced(piece.line, casts.inline) for piece in pieces)
         body = [*casts.lines, first.with_changes(leading_lines=()), *rest]
-        return self.with_off(device_type, body).with_changes(leading_lines=pieces[0].line.leading_lines)
+        inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
+        return cst.With([cst.WithItem(off)], inside, leading_lines=pieces[0].line.leading_lines)
 
     def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:
         """Return ``x.device.type`` of a tensor that exists at the start of the block, a plain name if possible.
@@ -260,20 +266,6 @@ class _Suite:
             is_traced = any(piece.names.half | piece.names.full for piece in pieces)
             raise EditError("it has no named tensor whose device could be used" if is_traced else NOT_TRACED)
         return f"{found[0]}.device.type"
-
-    def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
-        """Return ``with torch.autocast(device_type=…, enabled=False):`` around statements, with the file's own import.
-
-        Raises:
-            EditError: the function has its own variable named torch.
-        """
-        autocast = _imported_as(AUTOCASTS, self.bindings)
-        if not autocast:
-            torch, needs_import = torch_in(self.bindings)
-            autocast, self.file.needs_import = f"{torch}.autocast", self.file.needs_import or needs_import
-        off = cst.parse_expression(f"{autocast}(device_type={device_type}, enabled=False)")
-        inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
-        return cst.With([cst.WithItem(off)], inside)
 
 
 def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:

@@ -5,7 +5,7 @@ An edit wraps lines of code, wraps the module's call, or pins the module by name
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -26,9 +26,9 @@ from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Constructions
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import PatchUnit, Pin, in_words, within
+from ampdbg.record.pins import PatchUnit, Pin, in_words, is_pinned, within
 from ampdbg.source.ownership import is_users_file
-from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
+from ampdbg.source.source_file import EditError, read_source
 
 FEW = 2
 """An edit may add this many unpinned modules to FP32, or as many as it pins if that is more."""
@@ -342,21 +342,16 @@ def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tup
 
 def _sharing(function: FunctionType, source: LinePin, materials: PlanInputs) -> Sharing:
     """Count the modules that run the edited method, and the pinned ones among them or their called children."""
-    running, modules = modules_running(function, materials.model), dict(materials.model.named_modules())
+    modules = dict(materials.model.named_modules())
+    # A class runs this method rather than an override.
+    kinds = {kind for kind in map(type, modules.values()) if function in functions_run(kind, function.__name__)}
+    running = [path for path, module in modules.items() if type(module) in kinds]
     child = source.callee.rpartition(".")[2]
     called = [".".join(filter(None, (name, child))) for name in running]
+    pins = [pin.name for pin in materials.pins if pin.source is None]
     # The callee in a library call is not a child module.
-    pinned = sum(_is_pinned(name, materials.pins) for name in (called if {*called} <= modules.keys() else running))
+    pinned = sum(is_pinned(name, pins) for name in (called if {*called} <= modules.keys() else running))
     return Sharing(function.__qualname__.split(".")[-2:][0], len(running), pinned)
-
-
-def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
-    """True if a module runs in FP32 with these pins, by its own pin or a parent's."""
-    of_modules = [pin for pin in pins if pin.source is None]
-    return any(
-        pin.module == name or (not pin.own and (not pin.module or name.startswith(f"{pin.module}.")))
-        for pin in of_modules
-    )
 
 
 def _merged(placements: Sequence[Placement], materials: PlanInputs) -> Iterator[Placement]:
@@ -438,10 +433,7 @@ def _applied(
     return tuple(files), tuple(refused)
 
 
-# Functions of module classes as their files have them: which run, where, and what they call
-
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+# Methods of module classes: which run, where, and what they call
 
 
 def written(value: object) -> FunctionType | None:
@@ -469,48 +461,19 @@ def call_of(module: str, model: torch.nn.Module) -> tuple[FunctionType, LinePin]
     functions = functions_run(type(model.get_submodule(parent)), "forward") if child else ()
     for function in (one for one in functions if is_users_file(one.__code__.co_filename)):
         callee = f"{function.__code__.co_varnames[0]}.{child}"
-        calls = (part for part in _own(node_of(function)) if isinstance(part, ast.Call))
-        if lines := {call.lineno for call in calls if ast.unparse(call.func) == callee}:
-            return function, LinePin(function.__qualname__, tuple(sorted(lines)), callee)
+        with contextlib.suppress(EditError):  # the file does not parse
+            file = read_source(Path(function.__code__.co_filename).read_bytes())
+            if lines := file.calls_in(function.__qualname__, callee):
+                return function, LinePin(function.__qualname__, lines, callee)
     return None
 
 
-def modules_running(function: FunctionType, model: torch.nn.Module) -> tuple[str, ...]:
-    """Return the names of all modules that run this method rather than an override."""
-    named = [(path, type(module)) for path, module in model.named_modules()]
-    kinds = {kind for _, kind in named if function in functions_run(kind, function.__name__)}
-    return tuple(path for path, kind in named if kind in kinds)
-
-
 def method_at(file: str, line: int, model: torch.nn.Module) -> FunctionType | None:
-    """Return the method of the model's classes that contains a line."""
-    owners = {owner for module in model.modules() for owner in type(module).__mro__}
-    functions = (written(value) for owner in owners for value in vars(owner).values())
-    here = (one for one in functions if one is not None and one.__code__.co_filename == file)
-    return next((one for one in here if line in lines_of(node_of(one))), None)
-
-
-def node_of(function: FunctionType) -> FunctionNode | None:
-    """Return the function's node in its file, or None if the file does not parse or has changed there."""
-    code = function.__code__
-    try:
-        nodes = ast.walk(syntax_tree(Path(code.co_filename).read_bytes()))
-    except (OSError, *UNPARSABLE):
-        return None
-    named = (node for node in nodes if isinstance(node, FunctionNode) and node.name == code.co_name)
-    return next((node for node in named if lines_of(node).start == code.co_firstlineno), None)
-
-
-def lines_of(node: FunctionNode | None) -> range:
-    """Return the lines of a function, including its decorators."""
-    if node is None:
-        return range(0)
-    return range(min(one.lineno for one in (node, *node.decorator_list)), (node.end_lineno or 0) + 1)
-
-
-def _own(node: ast.AST | None) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without nested functions."""
-    for child in ast.iter_child_nodes(node) if node is not None else ():
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield child
-            yield from _own(child)
+    """Return the method of the model's classes that contains a statement."""
+    with contextlib.suppress(EditError):
+        located = read_source(Path(file).read_bytes()).at(line)
+        owners = {owner for module in model.modules() for owner in type(module).__mro__}
+        functions = (written(value) for owner in owners for value in vars(owner).values())
+        here = (one for one in functions if one is not None and one.__code__.co_filename == file)
+        return next((one for one in here if located.is_below(one.__qualname__)), None)
+    return None

@@ -176,9 +176,9 @@ def root_name(node: cst.CSTNode) -> str:
 # A pinned line: calls that move to their own lines, and the remaining statement
 
 
-@dataclass(frozen=True)
+@dataclass
 class PinnedLine:
-    """A pinned line of simple statements, and the parts of it that run in FP32.
+    """A line of simple statements, and the parts of it that its pins run in FP32.
 
     ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of the pinned callees.
     With ``operations``, the line's own operations run in FP32. If it ``casts_to_fp32``, it casts nothing to half.
@@ -186,7 +186,7 @@ class PinnedLine:
 
     number: int
     names: TensorNames
-    callees: frozenset[str] = frozenset()
+    callees: set[str] = field(default_factory=set)
     operations: bool = False
     casts_to_fp32: bool = False
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
-from ampdbg.source.expressions import disables_autocast, imports_of, walk
+from ampdbg.source.expressions import Bindings, disables_autocast, dotted, find, imports_of, walk
 
 
 class EditError(Exception):
@@ -28,20 +28,25 @@ class EditError(Exception):
 class Located:
     """A line of simple statements and its location.
 
-    ``function`` is the innermost enclosing function. ``qualname`` lists all enclosing functions and classes, outermost
-    first. ``is_off`` is True if a ``with`` or decorator in that function disables autocast for the line.
+    ``bindings`` are the names of the innermost enclosing function. ``qualname`` lists all enclosing functions and
+    classes, outermost first. ``is_off`` is True if a ``with`` or decorator there disables autocast for the line.
     """
 
     line: cst.SimpleStatementLine
     span: range
     qualname: tuple[str, ...]
-    function: cst.FunctionDef | None
+    bindings: Bindings
     is_off: bool
 
     def is_in(self, function: str) -> bool:
         """True if ``function`` names the enclosing function, simple or qualified, with or without ``<locals>``."""
         asked = parts_of(function)
         return self.qualname[len(self.qualname) - len(asked) :] == asked
+
+    def is_below(self, function: str) -> bool:
+        """True if the line is in the function of this qualified name, or in a function in it."""
+        asked = parts_of(function)
+        return self.qualname[: len(asked)] == asked
 
 
 @dataclass(frozen=True)
@@ -107,14 +112,14 @@ class SourceFile:
         functions = [node for node in around if isinstance(node, cst.FunctionDef)]
         bodies = (self.module.body, *(function.body.body for function in reversed(functions)))
         imports = {name: origin for body in bodies for name, origin in imports_of(body).items()}
-        function = self.function(statement)
-        within = around[: around.index(function) + 1] if function else around
+        within = around[: around.index(functions[0]) + 1] if functions else around
         is_off = any(disables_autocast(node, imports) for node in within)
-        return Located(statement, self.span(statement), self.qualname(statement), function, is_off)
+        return Located(statement, self.span(statement), self.qualname(statement), self.bindings(statement), is_off)
 
-    def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """Return the innermost function around a node, or None."""
-        return next((one for one in self._around(node) if isinstance(one, cst.FunctionDef)), None)
+    def bindings(self, node: cst.CSTNode) -> Bindings:
+        """Return the names of the innermost function around a node."""
+        around = (one for one in self._around(node) if isinstance(one, cst.FunctionDef))
+        return Bindings(self.module, next(around, None))
 
     def above(self, number: int) -> list[int]:
         """Return the first lines of the statements above the given line in its block, nearest first.
@@ -126,6 +131,11 @@ class SourceFile:
         suite = self._parents[line]
         body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
+
+    def calls_in(self, function: str, callee: str) -> tuple[int, ...]:
+        """Return the lines that call ``callee`` in the function of this qualified name, without inner functions."""
+        calls = (call for call in find(self.module, cst.Call) if dotted(call.func) == callee)
+        return tuple(self.span(call)[0] for call in calls if self.qualname(call) == parts_of(function))
 
     def loop_around(self, line: cst.SimpleStatementLine) -> cst.BaseStatement:
         """Return the outermost loop around a line in the same function, or the line itself if there is none."""
