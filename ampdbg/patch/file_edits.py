@@ -8,15 +8,15 @@ import errno
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ampdbg.errors import PatchError, reason_of
 from ampdbg.files import put, staged_file
-from ampdbg.record.pins import FileDiff
+from ampdbg.record.pins import FileDiff, RootModel
 
 CONTEXT = 3
 """The number of unchanged lines around a change, as in git."""
@@ -36,6 +36,46 @@ class FileEdit:
     path: Path
     before: bytes
     after: bytes
+
+
+@dataclass(frozen=True)
+class Patched:
+    """The pins of a workload in any form of a suggestion; empty for the unchanged workload.
+
+    Attributes:
+        files: the patched bytes by absolute path; the file need not exist.
+        pins_file: a key of ``files`` whose ``pin_fp32`` is called with the model, or with the models of ``roots``.
+        pins: names to add to the config's pins.
+        moves_constants: the files use different constants in half and in FP32.
+        for_live_model: an equivalent for an existing model, where pins replace edits of the model's creation.
+    """
+
+    files: Mapping[Path, bytes] = field(default_factory=dict)
+    pins_file: Path | None = None
+    roots: tuple[RootModel, ...] = ()
+    pins: tuple[str, ...] = ()
+    moves_constants: bool = False
+    for_live_model: Patched | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """True if the files already have these bytes and there are no pins."""
+        return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
+
+    def line_on_disk(self, file: str, line: int) -> int:
+        """Return the line of the user's file for a patched ``line``, or 0 if only the patch has it."""
+        path = next((path for path in self.files if file_key(path) == file_key(file)), None)
+        return counterpart(line, self.files[path], path.read_bytes()) if path is not None and path.exists() else line
+
+
+def file_key(path: str | Path) -> str:
+    """Return a key that is equal for all spellings of a path."""
+    return os.path.normcase(os.path.realpath(path))
+
+
+def bytes_by_path(edits: Iterable[FileEdit]) -> dict[Path, bytes]:
+    """Return the new bytes of each file."""
+    return {edit.path: edit.after for edit in edits}
 
 
 def counterpart(line: int, here: bytes, there: bytes) -> int:

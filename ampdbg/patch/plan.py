@@ -19,14 +19,14 @@ import torch
 from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
-from ampdbg.patch.file_edits import FileEdit, counterpart
+from ampdbg.patch.file_edits import FileEdit, Patched, bytes_by_path, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, users_lines
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Constructions
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import PatchUnit, Pin, in_words, is_pinned, within
+from ampdbg.record.pins import EVERYTHING, PatchUnit, Pin, in_words, is_pinned, within
 from ampdbg.source.ownership import is_users_file
 from ampdbg.source.source_file import EditError, read_source
 
@@ -236,15 +236,6 @@ def lines_title(file: str, lines: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class PatchWithoutUnit:
-    """A patch without one unit: its ``edits``, or for an existing model, ``lines`` to edit and ``names`` to pin."""
-
-    edits: tuple[FileEdit, ...]
-    lines: tuple[FileEdit, ...]
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Patch:
     """The edits of all files. ``without`` maps each unit's title to the patch without that unit.
 
@@ -253,7 +244,7 @@ class Patch:
 
     edits: tuple[FileEdit, ...]
     units: tuple[PatchUnit, ...]
-    without: Mapping[str, PatchWithoutUnit]
+    without: Mapping[str, Patched]
     refused: tuple[Refused, ...] = ()
     unneeded_refusals: tuple[Refused, ...] = ()
     moves_constants: bool = False
@@ -299,7 +290,7 @@ def constants_kept(constants: Sequence[Source], materials: PlanInputs) -> Patch:
     return Patch(
         tuple(edits),
         (PatchUnit(title, ()),),
-        {title: PatchWithoutUnit((), (), ())},
+        {title: Patched()},
         tuple(refused),
         moves_constants=True,
     )
@@ -405,11 +396,11 @@ def _title(part: Sequence[Placement]) -> str:
     return " and ".join(place.title for place in part)
 
 
-def _rest(placements: Sequence[Placement], materials: PlanInputs) -> PatchWithoutUnit:
+def _rest(placements: Sequence[Placement], materials: PlanInputs) -> Patched:
     edits, _ = _applied(placements, materials)
     lines, _ = _applied([place for place in placements if place.source is not None], materials)
-    names = tuple(name for place in placements if place.source is None for name in place.pins)
-    return PatchWithoutUnit(edits, lines, names)
+    names = tuple(name or EVERYTHING for place in placements if place.source is None for name in place.pins)
+    return Patched(bytes_by_path(edits), for_live_model=Patched(bytes_by_path(lines), pins=names))
 
 
 def _applied(

@@ -20,9 +20,10 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, WorkloadError, first_line, named_error
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
+from ampdbg.patch.file_edits import Patched
 from ampdbg.pinning.experiment import gradients_far, health_of, judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.jobs import Job, JobResult, Patched, StepUse, Trained, Tried, in_force, overlaid, prepared_with
+from ampdbg.proof.jobs import Job, JobResult, StepUse, Trained, Tried, in_force, overlaid, prepared_with
 from ampdbg.proof.processes import Deliver
 from ampdbg.proof.swap import CannotSwapError
 from ampdbg.record.codes import CODES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
@@ -18,11 +17,10 @@ from unittest.mock import patch
 import torch
 
 from ampdbg.config.schema import Config
-from ampdbg.patch.file_edits import counterpart
+from ampdbg.patch.file_edits import Patched, file_key
 from ampdbg.probes.source_lines import tracing
 from ampdbg.proof.swap import CannotSwapError, swapped
 from ampdbg.quantities import listed
-from ampdbg.record.pins import RootModel
 from ampdbg.record.run import Investigation, Reach
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.replay import Manner, replay_step
@@ -42,36 +40,6 @@ class StepUse:
     saved_bytes: int
     peak_bytes: int | None = None
     is_emulated: bool = False
-
-
-@dataclass(frozen=True)
-class Patched:
-    """The pins of a workload in any form of a suggestion; empty for the unchanged workload.
-
-    Attributes:
-        files: the patched bytes by absolute path; the file need not exist.
-        pins_file: a key of ``files`` whose ``pin_fp32`` is called with the model, or with the models of ``roots``.
-        pins: names to add to the config's pins.
-        moves_constants: the files use different constants in half and in FP32.
-        for_live_model: an equivalent for an existing model, where pins replace edits of the model's creation.
-    """
-
-    files: Mapping[Path, bytes] = field(default_factory=dict)
-    pins_file: Path | None = None
-    roots: tuple[RootModel, ...] = ()
-    pins: tuple[str, ...] = ()
-    moves_constants: bool = False
-    for_live_model: Patched | None = None
-
-    @property
-    def changes_nothing(self) -> bool:
-        """True if the files already have these bytes and there are no pins."""
-        return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
-
-    def line_on_disk(self, file: str, line: int) -> int:
-        """Return the line of the user's file for a patched ``line``, or 0 if only the patch has it."""
-        path = next((path for path in self.files if _key(path) == _key(file)), None)
-        return counterpart(line, self.files[path], path.read_bytes()) if path is not None and path.exists() else line
 
 
 @dataclass(frozen=True)
@@ -230,14 +198,14 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     Yields:
         The given paths of the files imported so far.
     """
-    given = {_key(path): path for path in files}
+    given = {file_key(path): path for path in files}
     taken: set[Path] = set()
     shown: set[str] = set()
     original = SourceFileLoader.get_code
 
     def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
         path = loader.get_filename(fullname)
-        file = given.get(_key(path))
+        file = given.get(file_key(path))
         if file is None:
             return original(loader, fullname)
         source = files[file]
@@ -254,8 +222,3 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     finally:
         for path in shown:
             linecache.cache.pop(path, None)
-
-
-def _key(path: str | Path) -> str:
-    """Return a key that is equal for all spellings of a path."""
-    return os.path.normcase(os.path.realpath(path))

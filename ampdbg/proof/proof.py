@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.config.schema import LossScale, Precision
 from ampdbg.observer import Observer
+from ampdbg.patch.file_edits import Patched
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.proof.experiments import (
     Cured,
@@ -18,7 +19,7 @@ from ampdbg.proof.experiments import (
     train_alone,
     trained_in_fp32,
 )
-from ampdbg.proof.jobs import Job, JobResult, Patched, StepUse, Trained, Tried
+from ampdbg.proof.jobs import Job, JobResult, StepUse, Trained, Tried
 from ampdbg.proof.processes import JobStarter, Pending
 from ampdbg.proof.swap import CannotSwapError
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale

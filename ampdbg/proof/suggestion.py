@@ -15,12 +15,11 @@ from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name import MODULE_NAME, module_text
 from ampdbg.patch.edits import Refused
-from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
+from ampdbg.patch.file_edits import FileEdit, Patched, base_folder, bytes_by_path, file_diff
 from ampdbg.patch.own_lines import own_lines
 from ampdbg.patch.plan import (
     WAYS,
     Patch,
-    PatchWithoutUnit,
     PlanInputs,
     constants_kept,
     lines_that_may_be_edited,
@@ -30,7 +29,7 @@ from ampdbg.patch.plan import (
 from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
-from ampdbg.proof.jobs import CapturedStep, Job, Patched
+from ampdbg.proof.jobs import CapturedStep, Job
 from ampdbg.proof.processes import FreshProcesses, JobStarter
 from ampdbg.proof.proof import needed_units, prove, unneeded_unit
 from ampdbg.record.codes import CODES
@@ -194,10 +193,10 @@ def _with_patch(record: Record, materials: PlanInputs, prover: Prover | None, *,
         if prover is None:
             return _patched_by(patch, record)
         try:
-            patched = replace(_patched(patch.edits), moves_constants=patch.moves_constants)
+            patched = Patched(bytes_by_path(patch.edits), moves_constants=patch.moves_constants)
             # Parts known to be needed are omitted last, and are not tested again for each unneeded part.
             parts = sorted(patch.without, key=lambda title: title not in shown)
-            proof = prover(patched, {title: _without(patch.without[title]) for title in parts})
+            proof = prover(patched, {title: patch.without[title] for title in parts})
         except KeyboardInterrupt:
             unproven = _patched_by(patch, replace(record, interrupted=True))
             return replace(unproven, edits=())  # an unproven patch must not be written
@@ -207,17 +206,12 @@ def _with_patch(record: Record, materials: PlanInputs, prover: Prover | None, *,
             return _patched_by(patch, replace(record, verification=proof))
         failed.append((patch, proof))
         shown |= needed_units(proof)
-        plans[:0] = _without_the_unneeded(plan, patch, proof)
+        if (title := unneeded_unit(proof)) and len(patch.units) > 1:
+            left_out = (*plan.keywords.get("unneeded", ()), title)
+            plans.insert(0, functools.partial(plan, unneeded=left_out))
     tried = tuple(PatchUnit(" and ".join(one.title for one in p.units), (), (why.failure,)) for p, why in failed)
     record = replace(record, verification=failed[0][1] if failed else None)
     return Suggestion(_with(record, refused=refused, units=tried))
-
-
-def _without_the_unneeded(plan: functools.partial[Patch], patch: Patch, proof: Proof) -> list[functools.partial[Patch]]:
-    """Return the plan without the unit that the proof found unneeded, or none."""
-    title = unneeded_unit(proof)
-    left_out = (*plan.keywords.get("unneeded", ()), title)
-    return [functools.partial(plan, unneeded=left_out)] if title and len(patch.units) > 1 else []
 
 
 def _patched_by(patch: Patch, record: Record) -> Suggestion:
@@ -260,15 +254,6 @@ def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
         " and ".join(map(in_words, part)): patched([name for name in names if name not in part]) for part in parts
     }
     return Suggestion(replace(ended.record, verification=prover(patched(names), without)))
-
-
-def _patched(edits: Sequence[FileEdit]) -> Patched:
-    return Patched({edit.path: edit.after for edit in edits})
-
-
-def _without(rest: PatchWithoutUnit) -> Patched:
-    standing = replace(_patched(rest.lines), pins=tuple(name or EVERYTHING for name in rest.names))
-    return replace(_patched(rest.edits), for_live_model=standing)
 
 
 def _proof(

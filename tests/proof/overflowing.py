@@ -7,7 +7,8 @@ from pathlib import Path
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.proof.jobs import Job, JobResult, Patched
+from ampdbg.patch.file_edits import Patched
+from ampdbg.proof.jobs import Job, JobResult
 from ampdbg.proof.processes import FreshProcesses, Pending, Task
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ampdbg.config.schema import Precision
+from ampdbg.patch.file_edits import Patched
 from ampdbg.proof.experiments import disproves
-from ampdbg.proof.jobs import JobResult, Patched, StepUse, Trained, Tried
+from ampdbg.proof.jobs import JobResult, StepUse, Trained, Tried
 from ampdbg.proof.proof import (
     further_batches,
     in_eval_mode,
