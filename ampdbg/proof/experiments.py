@@ -10,11 +10,10 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ampdbg.config.schema import Config, LossScale
+from ampdbg.config.schema import LossScale
 from ampdbg.costs.step import use_of_a_pass
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, WorkloadError, first_line, named_error
@@ -41,13 +40,8 @@ from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import call_model
 from ampdbg.workload.targets import imports_apart
 
-Cured = Callable[[Sequence[Tried]], None]
-"""Called when a patch cures all failing steps, before the remaining experiments."""
 
-
-def run_in_live_workload(
-    run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured
-) -> JobResult:
+def run_in_live_workload(run: Run, failing: Sequence[FailingStep], job: Job, observer: Observer) -> JobResult:
     """Run a job's experiments in an existing run, with the job's patch temporarily in force.
 
     Raises:
@@ -57,17 +51,17 @@ def run_in_live_workload(
     def seen() -> JobResult:
         of_disk = replace(job, patched=Patched(moves_constants=job.patched.moves_constants))  # its lines are on disk
         with in_force(job.patched, run, failing):
-            return experiments(run, failing, of_disk, observer, cured)
+            return experiments(run, failing, of_disk, observer)
 
     return _without_raising(seen)
 
 
-def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: Observer, cured: Cured) -> JobResult:
+def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: Observer) -> JobResult:
     """Run a job's experiments in a workload rebuilt from the patched files, and keep the running workload unchanged."""
 
     def seen() -> JobResult:
         with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
-            return experiments(run, tuple(_moved(failing, run.workload)), job, observer, cured)
+            return experiments(run, tuple(_moved(failing, run.workload)), job, observer)
 
     return _of_patched_files(job, seen)
 
@@ -144,19 +138,12 @@ def _without_raising(see: Callable[[], JobResult]) -> JobResult:
         return JobResult(failure=named_error(error))
 
 
-def experiments(
-    run: Run,
-    steps: Sequence[FailingStep],
-    job: Job,
-    observer: Observer,
-    cured: Cured = lambda tried: None,
-) -> JobResult:
+def experiments(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) -> JobResult:
     """Try the failing steps, then measure the first one further. The job's patch must be in force."""
     is_patched = job.kind == "patched"
     tried = tuple(_each_tried(run, steps, job))
     if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
         return JobResult(tried=tried)
-    cured(tried)
     with weights_of(run.workload.model, steps[0]):
         further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
         low = run.mode.format.name
@@ -252,21 +239,17 @@ def raised_in_eval_mode(run: Run, failing: FailingStep) -> str:
         ):
             try:
                 model.eval()
-                _forward(run, failing.snapshot.batches[0])
+                batch = failing.snapshot.batches[0]
+                if run.config.step is None and run.config.loss is not None:
+                    call_model(model, batch)  # the loss function may not accept the output of eval mode
+                else:
+                    run.workload.step.call(batch, 0)
             finally:
                 # An overridden `train` may do more than set the mode, and undo it here.
                 model.train(is_training)
     except AmpdbgError as error:
         return first_line(error)
     return ""
-
-
-def _forward(run: Run, batch: Any) -> None:
-    """Run the model alone if a loss function follows, which may not accept the eval mode's output."""
-    if run.config.step is None and run.config.loss is not None:
-        call_model(run.workload.model, batch)
-    else:
-        run.workload.step.call(batch, 0)
 
 
 # Cost of one step on this machine: time, bytes saved for the backward pass, the GPU's peak memory
@@ -278,33 +261,21 @@ TIMED_STEPS = 3
 def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
     """Measure the step in ``dtype``, or return None if it raises. The model must have the step's weights."""
     manner = Manner(dtype, failing.scale, is_lifted=False)
-    saved = _saved_bytes(run, failing, manner)
-    if saved is None:
+    forward = run.mode.forward if dtype == run.mode.format.name else contextlib.nullcontext
+    try:
+        with rewound(run.workload.model, failing.snapshot):
+            use = use_of_a_pass(run.workload, failing.snapshot.batches[0], forward)
+    except AmpdbgError:
         return None
-    seconds = 0.0 if is_emulating() else _seconds(run, failing, manner)  # a CPU's time says nothing about a GPU
-    return StepUse(seconds, saved, _peak_bytes(run, failing, manner), is_emulating())
-
-
-def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
-    seconds = [replay_step(run, failing.snapshot, manner).seconds for _ in range(1 + TIMED_STEPS)]
-    return round(statistics.median(seconds[1:]), 4)
-
-
-def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
-    """Return the bytes that the first micro-batch saves, or None if the step raises."""
-    forward = run.mode.forward if manner.dtype == run.mode.format.name else contextlib.nullcontext
-    with contextlib.suppress(AmpdbgError), rewound(run.workload.model, failing.snapshot):
-        use = use_of_a_pass(run.workload, failing.snapshot.batches[0], forward)
-        return use.activations + use.casts
-    return None
-
-
-def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
-    if run.device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(run.device)
-    replay_step(run, failing.snapshot, manner)
-    return torch.cuda.max_memory_allocated(run.device)
+    seconds = peak_bytes = None
+    if not is_emulating():  # a CPU's time says nothing about a GPU
+        timed = [replay_step(run, failing.snapshot, manner).seconds for _ in range(1 + TIMED_STEPS)]
+        seconds = round(statistics.median(timed[1:]), 4)
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
+        replay_step(run, failing.snapshot, manner)
+        peak_bytes = torch.cuda.max_memory_allocated(run.device)
+    return StepUse(seconds, use.activations + use.casts, peak_bytes)
 
 
 REPLAYED_STEPS = 2
@@ -313,7 +284,7 @@ REPLAYED_STEPS = 2
 
 def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
     """Train with the patch, from a loss scale that suits the failing steps, since skipped steps prove nothing."""
-    observer.stage(f"{job.train_steps} steps with the patch")
+    observer.stage(f"{job.config.train.steps} steps with the patch")
     precision, survived_scale = job.config.precision, job.survived_scale
     scale = precision.loss_scale
     if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or job.begins_at <= survived_scale:
@@ -328,10 +299,10 @@ def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = F
     """Train the same steps without the patch in FP32; with ``is_rounded``, from weights rounded to half."""
     try:
         with _quiet(), imports_apart():
-            losses = fp32_losses(_longer(job), withheld=withheld, is_rounded=is_rounded)
+            losses = fp32_losses(job.config, withheld=withheld, is_rounded=is_rounded)
     except AmpdbgError as error:
-        return Trained(steps=job.train_steps, failure=first_line(error))
-    return Trained(steps=job.train_steps, losses=losses)
+        return Trained(steps=job.config.train.steps, failure=first_line(error))
+    return Trained(steps=job.config.train.steps, losses=losses)
 
 
 def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
@@ -353,20 +324,20 @@ def _trained(job: Job) -> Trained:
     losses, failure = Losses(), ""
     try:
         record = train(
-            _longer(job),
+            job.config,
             observer=losses,
             prepare=functools.partial(prepared_with, job.patched),
             replays=REPLAYED_STEPS,
         )
     except AmpdbgError as error:
         if not isinstance(error.record, Record):
-            return Trained(steps=job.train_steps, failure=first_line(error))
+            return Trained(steps=job.config.train.steps, failure=first_line(error))
         record, failure = error.record, first_line(error)
     if record.interrupted:
         raise KeyboardInterrupt
     findings = diagnose(record).faults
     return Trained(
-        steps=job.train_steps,
+        steps=job.config.train.steps,
         losses=tuple(losses.seen),
         skipped=losses.skipped,
         scale=record.steps[-1].scale if record.steps else 1.0,
@@ -374,8 +345,3 @@ def _trained(job: Job) -> Trained:
         beside=tuple(finding.code for finding in findings if not disproves(finding, record.steps)),
         failure=failure,
     )
-
-
-def _longer(job: Job) -> Config:
-    steps = job.config.train.model_copy(update={"steps": job.train_steps})
-    return job.config.model_copy(update={"train": steps})

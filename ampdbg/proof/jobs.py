@@ -30,16 +30,15 @@ from ampdbg.replay.snapshot import FailingStep, weights_of
 
 @dataclass(frozen=True)
 class StepUse:
-    """The cost of one forward and backward pass: the median time in seconds, and bytes.
+    """The cost of one forward and backward pass: the median time in seconds, or None if CUDA is emulated, and bytes.
 
     ``saved_bytes`` is what autograd saves for the backward pass of one micro-batch, without the weights. ``peak_bytes``
-    is the peak of CUDA's allocator, or None on other devices. If CUDA ``is_emulated``, the time is a CPU's.
+    is the peak of CUDA's allocator, or None on other devices.
     """
 
-    seconds: float
+    seconds: float | None
     saved_bytes: int
     peak_bytes: int | None = None
-    is_emulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class Job:
     ``patched`` runs the failing steps and further batches with the patch. ``dropped`` runs the failing steps with a
     part of the patch. ``reference`` runs them without it.
 
-    ``scales`` has one entry for each failing step, and each step runs ``repeats`` times. ``train_steps`` is the length
-    of the training run, and ``begins_at`` its first loss scale. With ``captured``, the failing step is a script's and
-    has no training run. ``survived_scale`` is the largest loss scale that suits the failing steps with the patch.
-    ``threads`` is torch's number of threads.
+    ``config`` is that of the training run, and ``begins_at`` its first loss scale. ``scales`` has one entry for each
+    failing step, and each step runs ``repeats`` times. With ``captured``, the failing step is a script's and has no
+    training run. ``survived_scale`` is the largest loss scale that suits the failing steps with the patch. ``threads``
+    is torch's number of threads.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -70,7 +69,6 @@ class Job:
     scales: tuple[ScaleRange, ...]
     is_silent: bool
     repeats: int = 1
-    train_steps: int = 0
     captured: CapturedStep | None = None
     begins_at: float = 1.0
     survived_scale: float = 1.0

@@ -132,24 +132,16 @@ def _seen_by(process: FreshProcess, observer: Observer) -> JobResult:
     from ampdbg.proof.jobs import JobResult
 
     process.pass_on(observer)
-    failure = _ended(process.child)
-    seen: JobResult | None = process.result()
-    return seen or JobResult(failure=": ".join(filter(None, (failure, _last_line(process.folder / "output")))))
-
-
-def _ended(child: subprocess.Popen[str]) -> str:
-    """Describe the exit of a process that left no result."""
     try:
-        code = child.wait(ENDING)
+        code = process.child.wait(ENDING)
+        how = f"by a signal: {signal.strsignal(-code)}" if code < 0 else f"with exit code {code}"
+        failure = f"its process ended {how}"
     except subprocess.TimeoutExpired:
-        return "its process does not end"
-    how = f"by a signal: {signal.strsignal(-code)}" if code < 0 else f"with exit code {code}"
-    return f"its process ended {how}"
-
-
-def _last_line(output: Path) -> str:
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        failure = "its process does not end"
+    output = (process.folder / "output").read_text(encoding="utf-8", errors="replace").strip()
+    last_line = output.splitlines()[-1:]
+    seen: JobResult | None = process.result()
+    return seen or JobResult(failure=": ".join([failure, *map(str.strip, last_line)]))
 
 
 def end_group(pid: int) -> None:

@@ -12,7 +12,6 @@ from ampdbg.observer import Observer
 from ampdbg.patch.file_edits import Patched
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.proof.experiments import (
-    Cured,
     run_in_live_workload,
     run_in_rebuilt_workload,
     see_in_script,
@@ -20,7 +19,7 @@ from ampdbg.proof.experiments import (
     trained_in_fp32,
 )
 from ampdbg.proof.jobs import Job, JobResult, StepUse, Trained, Tried
-from ampdbg.proof.processes import JobStarter, Pending
+from ampdbg.proof.processes import JobStarter
 from ampdbg.proof.swap import CannotSwapError
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
@@ -76,31 +75,28 @@ class _Proving:
     start: JobStarter
 
     def proof(self, without: Mapping[str, Patched]) -> Proof:
-        training: list[Pending] = []
+        self.observer.stage("the failing step with the patch")
+        patched = self.seen(self.job)
+        shown = list(with_the_patch(patched, self.job.patched))
+        if not all(step.passed for step in shown):
+            return Proof(False, tuple(shown))
+        scale = min(one.scale for one in patched.tried)
+        job = replace(self.job, begins_at=self.run.scaler().get_scale(), survived_scale=scale)
         # On a GPU, concurrent runs would distort memory and time.
         at_once = is_emulating() and self.job.captured is None
-
-        def train(tried: Sequence[Tried]) -> None:
-            begins_at, survived = self.run.scaler().get_scale(), min(one.scale for one in tried)
-            training.append(self.start(train_alone, replace(self.job, begins_at=begins_at, survived_scale=survived)))
-
-        self.observer.stage("the failing step with the patch")
-        patched = self.seen(self.job, train if at_once else lambda tried: None)
-        if not all(step.passed for step in with_the_patch(patched, self.job.patched)):
-            return Proof(False, tuple(with_the_patch(patched, self.job.patched)))
+        training = self.start(train_alone, job) if at_once else None
         dropped = dict[str, JobResult]()
         for title, seen in self.dropped(without):
             dropped[title] = seen
-            if not (without_a_unit(title, seen).passed or training):  # the next proof omits this part
-                tried = map(without_a_unit, dropped, dropped.values())
-                return Proof(False, (*with_the_patch(patched, self.job.patched), *tried))
+            if not (without_a_unit(title, seen).passed or at_once):  # the next proof omits this part
+                return Proof(False, (*shown, *map(without_a_unit, dropped, dropped.values())))
         self.observer.stage("the failing step without the patch")
         reference = self.seen(replace(self.job, kind="reference", patched=Patched()))
-        if not (training or self.job.captured):
-            train(patched.tried)
+        if not (at_once or self.job.captured):
+            training = self.start(train_alone, job)
         float32 = self.trained_in_fp32(()) if at_once else None
-        for pending in training:
-            alone = pending(self.observer)
+        if training is not None:
+            alone = training(self.observer)
             patched = replace(patched, trained=alone.trained, failure=alone.failure, unused=alone.unused)
         # FP32 losses of the steps' second replay, from the investigation.
         recorded = [step.made.reference.loss for step in self.failing]
@@ -118,16 +114,16 @@ class _Proving:
                 self.observer.stage(f"the failing step without {title}")
                 yield title, self.seen(replace(self.job, kind="dropped", patched=rest))
 
-    def seen(self, job: Job, cured: Cured = lambda tried: None) -> JobResult:
+    def seen(self, job: Job) -> JobResult:
         """Return the results of a job in the existing run, or in another if the patch cannot be swapped in."""
         try:
             standing = replace(job, patched=job.patched.for_live_model or job.patched)
-            return run_in_live_workload(self.run, self.failing, standing, self.observer, cured)
+            return run_in_live_workload(self.run, self.failing, standing, self.observer)
         except CannotSwapError as why:
             if job.captured is not None:
                 seen = self.start(see_in_script, job)(self.observer)
             else:
-                seen = run_in_rebuilt_workload(self.failing, job, self.observer, cured)
+                seen = run_in_rebuilt_workload(self.failing, job, self.observer)
             return replace(seen, reimport_reason=str(why))
 
     def training(self, patched: JobResult, float32: Trained | None) -> Iterator[ProofStep]:
@@ -149,7 +145,7 @@ class _Proving:
         yield losses_as_in_fp32(trained, float32, rounded)
 
     def trained_in_fp32(self, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
-        self.observer.stage(f"{self.job.train_steps} steps in FP32{' from rounded weights' * is_rounded}")
+        self.observer.stage(f"{self.job.config.train.steps} steps in FP32{' from rounded weights' * is_rounded}")
         return trained_in_fp32(self.job, withheld, is_rounded=is_rounded)
 
 
@@ -317,19 +313,20 @@ def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
     """
     if "patched" not in uses:
         return
-    uses_in_words, is_timed = [], not uses["patched"].is_emulated
-    for shown, word in _USES if is_timed else _USES[1:]:
+    costs: list[str] = []
+    for shown, word in _USES:
         values = {name: shown(use) for name, use in uses.items()}
         others = ", ".join(f"{_WAYS[name]} {value}" for name, value in values.items() if name in _WAYS and value)
         if values["patched"]:
-            uses_in_words.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
-    yield ProofStep("time and memory of a step" if is_timed else "memory of a step", True, "; ".join(uses_in_words))
+            costs.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
+    name = "memory of a step" if uses["patched"].seconds is None else "time and memory of a step"
+    yield ProofStep(name, True, "; ".join(costs))
 
 
 _WAYS = {"unpatched": "unpatched", "float32": "FP32"}
 
 _USES: tuple[tuple[Callable[[StepUse], str], str], ...] = (
-    (lambda use: duration(use.seconds), ""),
+    (lambda use: "" if use.seconds is None else duration(use.seconds), ""),
     (lambda use: byte_size(use.saved_bytes), " kept for the backward pass"),
     (lambda use: "" if use.peak_bytes is None else byte_size(use.peak_bytes), " at the peak"),
 )

@@ -266,14 +266,14 @@ def _proof(
 ) -> Proof:
     config, record = ended.run.config, ended.record
     last = max(step.snapshot.step for step in ended.failing)
+    steps = min(config.train.steps, max(PROVEN_STEPS, last + BEYOND))
     job = Job(
         "patched",
-        config,
+        config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}),
         patched,
         scales=tuple(scales_of(config, record, step) for step in ended.failing),
         is_silent=CODES[record.findings[0].code].erases_itself,
         repeats=record.search.repeats if record.search is not None else 1,
-        train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
         captured=captured,
     )
     return prove(job, ended.run, ended.failing, without, observer, start)

@@ -105,9 +105,8 @@ def proven(
 ) -> Proof:
     """The proof of a patch for the failing step in a prepared run, with the defaults of these tests."""
     steps = failing_steps(config) if failing is None else failing
-    job = Job(
-        "patched", config, _patched(patch), (ScaleRange(),) * len(steps), is_silent=False, train_steps=train_steps
-    )
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": train_steps})})
+    job = Job("patched", longer, _patched(patch), (ScaleRange(),) * len(steps), is_silent=False)
     rests = {title: _patched(rest) for title, rest in (without or {}).items()}
     with FreshProcesses(config.start) as start, prepared(config) if run is None else nullcontext(run) as standing:
         return prove(job, standing, steps, rests, observer, start)

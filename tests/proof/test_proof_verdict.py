@@ -213,7 +213,7 @@ def test_the_use_of_a_step_shows_only_measured_values() -> None:
     (use,) = use_of_a_step(uses)
     assert use.detail == "500 ms (FP32 400 ms); 3.1 MB kept for the backward pass (FP32 6.3 MB); 1.1 GB at the peak"
     assert list(use_of_a_step({})) == []
-    emulated = {name: replace(use, is_emulated=True) for name, use in uses.items()}
+    emulated = {name: replace(use, seconds=None) for name, use in uses.items()}
     (told,) = use_of_a_step(emulated)
     assert (use.name, told.name) == ("time and memory of a step", "memory of a step")
     assert told.detail == use.detail.partition("; ")[2]
