@@ -19,6 +19,7 @@ from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTrace, OpTraits, storage_of
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import Magnitude
+from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin
 from ampdbg.replay.replay import Manner, replay_step, shadow_step
 from ampdbg.replay.run import Run
@@ -67,15 +68,14 @@ class OwnLines:
 
     def calls_of(self, pin: Pin) -> list[UsersCall]:
         """Return the library calls in which the lines of a pin overflow, or else the only calls on its lines."""
-        lines = [pin.source] if pin.source else [site.source for site in pin.sites]
-        library = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
-        calls = [self.calls[line] for line in library if line in self.calls] or map(_call_on, users_lines(pin))
+        library = [self.calls[line] for line in library_lines(pin) if line in self.calls]
+        calls = library or map(_call_on, users_lines(pin))
         return list(dict.fromkeys(call for call in calls if call is not None))
 
     def generations_of(self, pin: Pin) -> list[list[Line]]:
         """Return the lines of a pin, then each earlier generation of producers in the same modules."""
         modules = {pin.module, *(site.module for site in pin.sites)}
-        found, met = [sorted(set(users_lines(pin)))], set(users_lines(pin))
+        found, met = [sorted(users_lines(pin))], set(users_lines(pin))
         while found[-1] and len(found) <= MOST_GENERATIONS:
             makers = {maker for line in found[-1] for maker in self.made_by.get(line[:2], ())}
             found.append(sorted({line for at, line in makers if at in modules and is_users_file(line[0])} - met))
@@ -87,18 +87,17 @@ class OwnLines:
         lines: dict[tuple[str, str], set[int]] = {}
         for file, number, function in (*users_lines(pin), *self.close.get(pin.module, ())):
             lines.setdefault((file, function), set()).add(number)
-        seen = {(file, function) for file, _, function in users_lines(pin)}
         return {
-            place: sorted({*numbers, *(() if pin.source else self._leading_into(pin.module, place[0], min(numbers)))})
-            for place, numbers in lines.items()
-            if place in seen
+            (file, function): sorted(lines[file, function] | self._leading_into(pin, file, min(lines[file, function])))
+            for file, _, function in users_lines(pin)
         }
 
-    def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
-        """Yield the accumulations in the statements just before a line."""
+    def _leading_into(self, pin: Pin, file: str, first: int) -> set[int]:
+        """Return the accumulations in the statements just before a line of a module's."""
         with contextlib.suppress(EditError):  # The line may not be editable.
-            above = read_source(Path(file).read_bytes()).above(first)
-            yield from itertools.takewhile(lambda line: (module, file, line) in self.adding_up, above)
+            above = read_source(Path(file).read_bytes()).above(first) if pin.source is None else []
+            return set(itertools.takewhile(lambda line: (pin.module, file, line) in self.adding_up, above))
+        return set()
 
 
 class _Flow(OpTrace):
@@ -126,8 +125,7 @@ class _Flow(OpTrace):
 def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()) -> OwnLines:
     """Collect lines from replays of the failing steps in FP32 and in bfloat16, which exceeds FP16's range."""
     pins = tuple(pins)
-    sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
-    lines = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
+    lines = {line for pin in pins for line in library_lines(pin)}
     close: dict[str, set[Line]] = {}
     adding_up: set[tuple[str, str, int]] = set()
     made_by: dict[tuple[str, int], set[tuple[str, Line]]] = {}
@@ -196,8 +194,17 @@ def _call_on(line: Line, called: str = "") -> UsersCall | None:
     return (file, LinePin(function, (number,), named[0])) if len(set(named)) == 1 else None
 
 
-def users_lines(pin: Pin) -> Iterator[Line]:
-    """Yield the user's own lines that overflow, without duplicates."""
-    for source in dict.fromkeys((pin.source, *(site.source for site in pin.sites))):
-        if source is not None and is_users_file(source.file):
-            yield source.file, source.line, source.function
+def sources_of(pin: Pin) -> list[Source]:
+    """Return the lines on which a pin's ops overflow, in the user's code and in libraries, without duplicates."""
+    sources = dict.fromkeys((pin.source, *(site.source for site in pin.sites)))
+    return [source for source in sources if source is not None]
+
+
+def users_lines(pin: Pin) -> list[Line]:
+    """Return the user's own lines that overflow, without duplicates."""
+    return [(one.file, one.line, one.function) for one in sources_of(pin) if is_users_file(one.file)]
+
+
+def library_lines(pin: Pin) -> list[tuple[str, int]]:
+    """Return the files and lines of libraries that overflow."""
+    return [(one.file, one.line) for one in sources_of(pin) if not is_users_file(one.file)]

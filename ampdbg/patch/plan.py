@@ -20,7 +20,7 @@ from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
 from ampdbg.patch.file_edits import FileEdit, Patched, bytes_by_path, counterpart
-from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, users_lines
+from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, library_lines, users_lines
 from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
 from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import NamesByLine
@@ -62,28 +62,12 @@ class PlanInputs:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """The number of modules that run the edited code, their class, and the number of pinned modules among them."""
-
-    kind: str
-    running: int
-    pinned: int
-
-    @property
-    def is_wide(self) -> bool:
-        """True if the edit runs many more modules in FP32 than are pinned."""
-        return self.running - self.pinned > max(FEW, self.pinned)
-
-    def __str__(self) -> str:
-        return f"applies to all {self.running} instances of {self.kind}, {self.pinned} of them in the set"
-
-
-@dataclass(frozen=True)
 class Placement:
     """One edit for one or more pins; ``refused`` holds the reasons if it cannot be made.
 
     ``source`` is None for a pin by name, which the helper applies. ``method`` is the qualified name of the edited
-    method of the model, and ``sharing`` counts the modules that run it. ``notes`` are for the reader of the patch.
+    method of the model. ``sharing`` says how many modules run it, if not all are pinned. ``is_wide`` is True if these
+    are many more than are pinned. ``notes`` are for the reader of the patch.
     """
 
     title: str
@@ -91,7 +75,8 @@ class Placement:
     source: LinePin | None
     pins: tuple[str, ...]
     method: str = ""
-    sharing: Sharing | None = None
+    sharing: str = ""
+    is_wide: bool = False
     notes: tuple[str, ...] = ()
     refused: tuple[Refused, ...] = ()
 
@@ -114,10 +99,8 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
 
 def _own_code(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     """Place a pin at the lines that overflow or nearly do, inside or outside of modules."""
-    if not _stands_in_lines(pin, materials):
-        return
-    sources = [pin.source] if pin.source else [site.source for site in pin.sites]
-    if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
+    is_users = not library_lines(pin) and all(site.source is not None for site in pin.sites)
+    if not (is_users and _stands_in_lines(pin, materials)):
         return
     wrong = {line[:2] for line in users_lines(pin)}
     for (file, function), near in materials.lines.lines_to_wrap(pin).items():
@@ -160,19 +143,15 @@ def _stands_in_lines(pin: Pin, materials: PlanInputs) -> bool:
     module = materials.model.get_submodule(pin.module)
     forward = next(functions_run(type(module), "forward"), None)
     is_users = forward is not None and is_users_file(forward.__code__.co_filename)
-    return bool(pin.source) or pin.own or (is_users and not any(True for _ in module.children()))
-
-
-def _leaves_children(pin: Pin, materials: PlanInputs) -> bool:
-    """True if the pin leaves child modules in half, so that no trial ran them in FP32."""
-    return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
+    return bool(pin.source) or pin.own or (is_users and not list(module.children()))
 
 
 def _call(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     """Place a pin at the module's call in its parent's forward, if that is user code."""
-    if pin.source or _leaves_children(pin, materials):
-        return
-    if (found := call_of(pin.module, materials.model)) is not None:
+    found = call_of(pin.module, materials.model) if pin.source is None else None
+    # In an own-lines pin no trial ran the children in FP32.
+    leaves_children = pin.own and list(materials.model.get_submodule(pin.module).children())
+    if found is not None and not leaves_children:
         function, call = found
         file = function.__code__.co_filename
         title = f"{call.callee}() in {function.__qualname__} of {Path(file).name}"
@@ -207,7 +186,15 @@ def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: PlanIn
     function = method_at(file, source.lines[0], materials.model)
     if function is None:
         return place
-    return replace(place, method=function.__qualname__, sharing=_sharing(function, source, materials))
+    running, pinned = _running_and_pinned(function, source, materials)
+    kind = function.__qualname__.split(".")[-2:][0]
+    sharing = f"applies to all {running} instances of {kind}, {pinned} of them in the set"
+    return replace(
+        place,
+        method=function.__qualname__,
+        sharing=sharing if max(pinned, 1) < running else "",
+        is_wide=running - pinned > max(FEW, pinned),
+    )
 
 
 def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
@@ -320,7 +307,7 @@ def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tup
             telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # its callee is edited instead
             notes += dict.fromkeys(f"{place.title} cannot be edited: {reason}" for place, reason in telling)
             continue
-        beyond = [f"{place.title} {place.sharing}" for place in placements if place.sharing and place.sharing.is_wide]
+        beyond = [f"{place.title} {place.sharing}" for place in placements if place.is_wide]
         placements = [replace(place, notes=(*notes, *place.notes)) for place in placements]
         if not beyond:
             return placements, []
@@ -331,7 +318,7 @@ def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tup
     return wide, [] if wide else refused or [Refused(0, why_none)]
 
 
-def _sharing(function: FunctionType, source: LinePin, materials: PlanInputs) -> Sharing:
+def _running_and_pinned(function: FunctionType, source: LinePin, materials: PlanInputs) -> tuple[int, int]:
     """Count the modules that run the edited method, and the pinned ones among them or their called children."""
     modules = dict(materials.model.named_modules())
     # A class runs this method rather than an override.
@@ -342,7 +329,7 @@ def _sharing(function: FunctionType, source: LinePin, materials: PlanInputs) -> 
     pins = [pin.name for pin in materials.pins if pin.source is None]
     # The callee in a library call is not a child module.
     pinned = sum(is_pinned(name, pins) for name in (called if {*called} <= modules.keys() else running))
-    return Sharing(function.__qualname__.split(".")[-2:][0], len(running), pinned)
+    return len(running), pinned
 
 
 def _merged(placements: Sequence[Placement], materials: PlanInputs) -> Iterator[Placement]:
@@ -386,9 +373,7 @@ def _unit(part: Sequence[Placement]) -> PatchUnit:
     notes: dict[str, None] = {}
     for place in part:
         notes |= dict.fromkeys(place.notes)
-        # The edited code also runs for modules that are not pinned.
-        if place.sharing is not None and max(place.sharing.pinned, 1) < place.sharing.running:
-            notes[str(place.sharing)] = None
+        notes |= dict.fromkeys([place.sharing] if place.sharing else ())
     return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(notes))
 
 
