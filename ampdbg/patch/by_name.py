@@ -83,7 +83,12 @@ def edit_maker(source: bytes, making: Construction, pins: Sequence[str]) -> Edit
         text = read_source(source)
         functions = helper_functions(FUNCTION, pins)
         _check_names(text.module, functions)
-        index, module = with_helper_call(text, making)
+        line = text.at(making.line).line
+        if making.is_wrapped:
+            reason = "the line creates the model and wraps it; create the model on its own line first"
+            raise EditError(reason, making.line)
+        index = next(index for index, node in enumerate(text.module.body) if making.line in text.span(node))
+        module = _with_line_kept(text, line, making)
         added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
         # The statement after the helper keeps its own leading comments.
         body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
@@ -127,30 +132,15 @@ NOT_ONE = (type(None), cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.I
 """Expressions that do not yield exactly one model."""
 
 
-def with_helper_call(text: SourceFile, making: Construction) -> tuple[int, cst.Module]:
-    """Return the module with a helper call around or after the expression that creates the model.
+def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Construction) -> cst.Module:
+    """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
 
-    A returned value is passed through the helper. After any other line, the helper is called.
-
-    Returns:
-        The index of the top-level statement that creates the model, and the module.
+    If the line adds a part to a named model, the call is for that model, after the enclosing loop.
 
     Raises:
         EditError: there is no simple place for the call.
     """
-    line = text.at(making.line).line
-    if making.is_wrapped:
-        raise EditError("the line creates the model and wraps it; create the model on its own line first", making.line)
     number = text.span(line)[0]
-    index = next(index for index, node in enumerate(text.module.body) if number in text.span(node))
-    return index, _with_line_kept(text, line, making, number)
-
-
-def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Construction, number: int) -> cst.Module:
-    """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
-
-    If the line adds a part to a named model, the call is for that model, after the enclosing loop.
-    """
     if len(line.body) > 1:
         raise EditError("the line holds several statements; create the model on its own line", number)
     small = line.body[0]
@@ -288,24 +278,20 @@ def helper_functions(function: str, pins: Sequence[str], roots: Sequence[RootMod
     functions = {text.partition("(")[0].removeprefix("def "): text for text in texts}
     given = ", ".join(root.argument for root in roots) or "model"
     returned = "models" if len(roots) > 1 else "model"
+    of_models: dict[str, Sequence[str]] = {} if roots else {"model": pins}
+    for root in roots:
+        own = [within(root.name, pin) for pin in pins if root_of(pin) == root.name]
+        of_models[f"_unwrapped({root.argument})"] = own
     lines = [
         f"def {function}({given}):",
         f'{INDENT}"""Keeps modules that overflow in FP16 in FP32 under autocast; returns the {returned}."""',
-        *(INDENT + line for line in _pinning(pins, roots)),
+        *(INDENT + line for model, names in of_models.items() for line in _pinning(names, model)),
         f"{INDENT}return {given}",
     ]
     return {**functions, function: "\n".join(lines)}
 
 
-def _pinning(pins: Sequence[str], roots: Sequence[RootModel]) -> Iterator[str]:
-    if not roots:
-        yield from _pinning_of_one(pins, "model")
-    for root in roots:
-        own = [within(root.name, pin) for pin in pins if root_of(pin) == root.name]
-        yield from _pinning_of_one(own, f"_unwrapped({root.argument})")
-
-
-def _pinning_of_one(pins: Sequence[str], model: str) -> Iterator[str]:
+def _pinning(pins: Sequence[str], model: str) -> Iterator[str]:
     own = [pin.removesuffix(OWN) for pin in pins if pin.endswith(OWN)]
     # Pinning wraps the current forward of each inner module, so inner modules are pinned first.
     own.sort(key=lambda name: name.count("."), reverse=True)

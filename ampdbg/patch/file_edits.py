@@ -97,8 +97,8 @@ def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, b
     """
     files = [edit.path.resolve().parent for edit in edits]
     around = Path(os.path.commonpath([config_folder.resolve(), *files]))
-    root = _repository(around)
-    return root or around, root is not None
+    root = os.fsdecode(_git(around, "rev-parse", "--show-toplevel")).removesuffix("\n").removesuffix("\r")
+    return (Path(root).resolve(), True) if root else (around, False)
 
 
 def file_diff(edit: FileEdit, base: Path) -> FileDiff:
@@ -111,14 +111,16 @@ def file_diff(edit: FileEdit, base: Path) -> FileDiff:
         return FileDiff(str(path), "latin-1", diff.decode("latin-1"))
 
 
-def _repository(folder: Path) -> Path | None:
-    command = ["git", "-C", str(folder), "rev-parse", "--show-toplevel"]
+def _git(folder: Path, *arguments: str) -> bytes:
+    """Return the output of a git command, or nothing without git or outside of a repository."""
+    # Without optional locks, `git status` does not refresh the index, so the check changes nothing.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "--literal-pathspecs", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, check=False)
+        done = subprocess.run(command, capture_output=True, check=False, env=environment)
     except OSError:
-        return None
-    root = os.fsdecode(done.stdout).removesuffix("\n").removesuffix("\r")
-    return Path(root).resolve() if done.returncode == 0 and root else None
+        return b""
+    return done.stdout if done.returncode == 0 else b""
 
 
 def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
@@ -178,8 +180,9 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     edits = [FileEdit(edit.path.resolve(), edit.before, edit.after) for edit in edits]
     for edit in edits:
         _check_content(edit)
-    if not force:
-        _check_committed([edit.path for edit in edits])
+    if changed := [str(edit.path) for edit in edits if not force and uncommitted(edit.path)]:
+        have = "has" if len(changed) == 1 else "have"
+        raise PatchError(f"{', '.join(changed)} {have} uncommitted changes. Commit or stash them, or use --force.")
     try:
         # If one file cannot be restored, the stack still restores the others.
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as restoring:
@@ -212,29 +215,15 @@ def check_writable(path: Path) -> None:
 
 def uncommitted(path: Path) -> bool:
     """True if git reports uncommitted changes; False without git or outside of a repository."""
-    command = ["git", "--literal-pathspecs", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
-    try:
-        # Without optional locks, `git status` does not refresh the index, so the check changes nothing.
-        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-        result = subprocess.run(command, capture_output=True, check=False, env=environment)
-    except OSError:
-        return False
-    return result.returncode == 0 and bool(result.stdout.strip())
+    return bool(_git(path.parent, "status", "--porcelain", "--", path.name).strip())
 
 
 def _check_content(edit: FileEdit) -> None:
     try:
-        now = edit.path.read_bytes()
+        what = "" if edit.path.read_bytes() == edit.before else "has changed"
     except FileNotFoundError:
-        now = None
+        what = "is gone"
     except OSError as error:
         raise PatchError(f"{edit.path}: cannot be read: {reason_of(error)}") from None
-    if now != edit.before:
-        is_other = "is gone" if now is None else "has changed"
-        raise PatchError(f"{edit.path} {is_other} since the patch was made. Run the command again.")
-
-
-def _check_committed(paths: Sequence[Path]) -> None:
-    if changed := [str(path) for path in paths if uncommitted(path)]:
-        have = "has" if len(changed) == 1 else "have"
-        raise PatchError(f"{', '.join(changed)} {have} uncommitted changes. Commit or stash them, or use --force.")
+    if what:
+        raise PatchError(f"{edit.path} {what} since the patch was made. Run the command again.")
