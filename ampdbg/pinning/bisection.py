@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ampdbg.agreement import is_finite, keeps_its_gradients
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.cause import WEIGHTS_GREW
@@ -32,7 +30,7 @@ from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Outcome, Search, Strategy
-from ampdbg.record.run import Investigation, Record, Replay
+from ampdbg.record.run import Investigation, Record
 from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
@@ -120,7 +118,7 @@ def search(
         needless = _without_a_search(record, failing, strategy)
         record = replace(record, search=needless)
         if needless is None:
-            _refuse_names(run.workload.model)
+            _refuse_names(name for name, _ in run.workload.model.named_modules())
             try:
                 with seldom_collected(), weights_of(run.workload.model, failing[0]):
                     record = _searched(run, record, failing, strategy, max_trials, observer)
@@ -129,9 +127,8 @@ def search(
     return Bisected(run, replace(record, elapsed=run.elapsed), tuple(failing))
 
 
-def _refuse_names(model: torch.nn.Module) -> None:
-    """Raise if a module's name looks like a pin of own lines."""
-    for name, _ in model.named_modules():
+def _refuse_names(modules: Iterable[str]) -> None:
+    for name in modules:
         if name.endswith(OWN):
             raise WorkloadError(
                 f"a module is named {name!r}; allowed: a name that does not end in {OWN!r}, which in a pin means a "
@@ -176,8 +173,11 @@ def _searched(
     case, *others = (PinnedReplays(run, one, scales_of(run.config, record, one)) for one in failing)
     with module_paths(run.workload.model) as paths:
         fp32 = case.fp32.replay
+    if fp32.error:
+        return replace(record, search=replace(search, outcome="fp32-raises", message=fp32.error))
     if not is_finite(fp32):
-        return replace(record, search=_unusable_reference(search, fp32))
+        message = f"the loss is {number(fp32.loss)} in FP32 too"
+        return replace(record, search=replace(search, outcome="fp32-fails", message=message))
     atoms = (*paths.callable, *run.tail.lines)
     observer.search(atoms)
     is_silent = CODES[record.findings[0].code].erases_itself
@@ -188,23 +188,12 @@ def _searched(
     if search.failed == 0:
         message = f"none of {search.tried} replays reproduced the failure"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    return _settled(Setting(run, experiment, atoms, observer, max_trials, search.repeats), record, search)
-
-
-def _unusable_reference(search: Search, fp32: Replay) -> Search:
-    """Return the search result if FP32 raises or also fails, so that no pin can be judged."""
-    if fp32.error:
-        return replace(search, outcome="fp32-raises", message=fp32.error)
-    return replace(search, outcome="fp32-fails", message=f"the loss is {number(fp32.loss)} in FP32 too")
-
-
-def _settled(setting: Setting, record: Record, search: Search) -> Record:
-    """Conclude the search. If its trials contradict each other, restart it with repeats."""
+    setting = Setting(run, experiment, atoms, observer, max_trials, search.repeats)
     try:
         return _concluded(setting, record, search)
-    except Contradiction:
-        setting.observer.search(setting.order)
-        search = replace(_how_often(setting.experiment, search, TRIES), repeats=MOST_REPEATS)
+    except Contradiction:  # search again, with repeats
+        observer.search(atoms)
+        search = replace(_how_often(experiment, search, TRIES), repeats=MOST_REPEATS)
         return _concluded(replace(setting, repeats=MOST_REPEATS), record, search)
 
 
@@ -284,26 +273,20 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
 
 
 def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
-    """Return the atoms that overflow in the shadow of a failing step with the pins in force."""
-    experiment = setting.experiment
-    proposed = (
-        experiment.atom_at(place.module, *(place.line or ())[:2])
-        for case in experiment.cases
-        for place in _proposed_by_shadow(setting.run, case.failing, pins)
-    )
+    """Return the atoms that overflow in the shadow of a failing step with the pins in force, in order of execution.
+
+    Gradients count at the step's loss scale if they overflow. A step whose hard-coded dtypes prevent a bfloat16 run has
+    none.
+    """
+    run, experiment = setting.run, setting.experiment
+    places: list[OpPlace] = []
+    for case in experiment.cases:
+        failing = case.failing
+        scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
+        with contextlib.suppress(UserCodeError), weights_of(run.workload.model, failing), run.pinned(pins):
+            places += _overflowing(shadow_step(run, failing.snapshot).ranges, scale, run.mode.format)
+    proposed = (experiment.atom_at(place.module, *(place.line or ())[:2]) for place in places)
     return [atom for atom in proposed if experiment.tree.has_run(atom)]
-
-
-def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[OpPlace]:
-    """Return the places of all ops that would overflow, in order of execution; gradients at the step's loss scale if
-    they overflow. The list is empty if hard-coded dtypes prevent a bfloat16 run."""
-    scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
-    try:
-        with weights_of(run.workload.model, failing), run.pinned(pins):
-            ranges = shadow_step(run, failing.snapshot).ranges
-    except UserCodeError:
-        return []
-    return list(_overflowing(ranges, scale, run.mode.format))
 
 
 def _overflowing(ranges: Iterable[RangeSeen], scale: float, low: FloatFormat) -> Iterator[OpPlace]:

@@ -12,7 +12,6 @@ from typing import Literal
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.quantities import listed, number
-from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import MOST_SUSPECTS, PinnedReplays, ScaleRange
@@ -109,7 +108,8 @@ class Experiment:
             atom = self.atom_of(site)
             is_outside = not self.tree.has_run(atom) or atom in pinned
             into = self.outside if is_outside else self._sites.setdefault(atom, [])
-            if not any(_is_same(site, known) for known in into):
+            places = [(known.phase, known.module, known.op, known.source) for known in into]
+            if (site.phase, site.module, site.op, site.source) not in places:
                 into.append(site)
 
 
@@ -118,10 +118,6 @@ def _sites(suspect: Suspect) -> Iterator[PinSite]:
     producer = suspect.producer
     for _, module, call, _, source in producer.made_half or (producer.site,):
         yield PinSite(producer.phase, module, producer.op, source, suspect.value, call, producer.parameter)
-
-
-def _is_same(one: PinSite, other: PinSite) -> bool:
-    return (one.phase, one.module, one.op, one.source) == (other.phase, other.module, other.op, other.source)
 
 
 def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
@@ -138,11 +134,14 @@ def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> It
 
 @dataclass(frozen=True)
 class Health:
-    """The health of a replay. ``guilty`` are the failing ops, causes of a NaN loss first."""
+    """The health of a replay: ``why`` it failed, or "". ``guilty`` are the failing ops, causes of a NaN loss first."""
 
-    healthy: bool
     why: str = ""
     guilty: tuple[Suspect, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return not self.why
 
 
 NamingMode = Literal["always", "unhealthy", "never"]
@@ -173,30 +172,26 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         made: the result of ``PinnedReplays.with_pins``.
         is_silent: the failure is an overflow that erases itself. None may remain, even if all results are finite.
     """
-    low, fp32, floor = made.low, made.reference, noise_floor(made)
+    low, fp32 = made.low, made.reference
     guilty = _guilty(made)
+    far = guilty or ((Suspect(made, made.first_far),) if made.first_far else ())
     if low.error:
-        return Health(False, f"raised: {low.error}", guilty)
+        return Health(f"raised: {low.error}", guilty)
     if not is_finite(low) or low.buffers:
-        why = f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made)
-        return Health(False, why, guilty)
-    if not losses_agree(low, fp32, floor):
-        return Health(
-            False,
-            f"finite, but {made.what} is {number(low.loss)}, and {number(fp32.loss)} in FP32",
-            guilty or _far(made),
-        )
-    if made.why == "end" and (far := gradients_far(made)):
-        return Health(False, far, guilty or _far(made))
+        return Health(f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made), guilty)
+    if not losses_agree(low, fp32, noise_floor(made)):
+        return Health(f"finite, but {made.what} is {number(low.loss)}, and {number(fp32.loss)} in FP32", far)
+    if made.why == "end" and (why := gradients_far(made)):
+        return Health(why, far)
     if made.rounded_angles:
         angular = tuple(Suspect(made, one) for one in made.rounded_angles)
-        return Health(False, f"finite, but {angular[0].name} takes rounded angles", angular)
+        return Health(f"finite, but {angular[0].name} takes rounded angles", angular)
     lost = low.lost_energy or 0.0
     if lost > LOST_ENERGY:
-        return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
+        return Health(f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
-        return Health(False, f"{guilty[0].name} still overflows, and the inf erases itself", guilty)
-    return Health(True)
+        return Health(f"{guilty[0].name} still overflows, and the inf erases itself", guilty)
+    return Health()
 
 
 def gradients_far(made: Investigation) -> str:
@@ -204,10 +199,6 @@ def gradients_far(made: Investigation) -> str:
     if agrees(made.low, made.reference, noise_floor(made)):
         return ""
     return f"finite, but the gradients are {made.low.gradient_distance or 0.0:.0%} away from FP32's"
-
-
-def _far(made: Investigation) -> tuple[Suspect, ...]:
-    return (Suspect(made, made.first_far),) if made.first_far else ()
 
 
 def _guilty(made: Investigation) -> tuple[Suspect, ...]:
@@ -230,16 +221,12 @@ def _what(made: Investigation) -> str:
 
 def _goes_wrong(suspect: Suspect) -> str:
     """Describe the op, and its value if that explains the failure; after a division by zero it does not."""
-    why = ""
+    source, place, why = suspect.producer.source, "", ""
+    if source is not None:
+        line = f":{source.line}" if source.line else ""  # a line that exists only in a patch has no number
+        place = f" ({PurePath(source.file).name}{line})"
     if suspect.overflows:
         why = f" reaches {number(suspect.value)}"
     elif suspect.is_flushed and suspect.producer.divides_by_zero:
         why = f" {suspect.takes_a_pole}"
-    return f"{suspect.name}{_place(suspect.producer.source)}{why}"
-
-
-def _place(source: Source | None) -> str:
-    if source is None:
-        return ""
-    name = PurePath(source.file).name
-    return f" ({name}:{source.line})" if source.line else f" ({name})"  # a line that exists only in a patch
+    return f"{suspect.name}{place}{why}"

@@ -20,7 +20,7 @@ from ampdbg.pinning.experiment import Experiment, on_further_batches
 from ampdbg.probes.makings import roots_of
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import OWN, Pin, PinSite, Search, Trial, is_line
+from ampdbg.record.pins import OWN, Pin, Search, Trial, is_line
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, name_of_line
 from ampdbg.search.strategies import OutOfTrials, Result, Trials, max_single_drops, trial_of
@@ -88,13 +88,16 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
         record = replace(record, interrupted=True)
     again, further = made[:1], made[1:]
     bad = next((trial.why for trial in again if not trial.healthy), None)
+    losses = {"float32": setting.experiment.cases[0].fp32.replay.loss}
+    if again:
+        losses["pinned"] = math.nan if again[0].loss is None else again[0].loss
     search = replace(
         search,
         message="" if bad is None else f"with the set, a second replay failed: {bad}",
         minimal=result.minimal and bad is None,
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
-        losses=_losses(setting, again),
+        losses=losses,
         set_scale=_set_scale(setting),
     )
     record = record_of_best(setting, record, search, replace(result, pins=pins))
@@ -109,13 +112,6 @@ def _closing_trials(setting: Setting, pins: tuple[str, ...]) -> Iterator[Trial]:
     for number, case in enumerate(further, start=1):
         other = Experiment(setting.run, (case,), experiment.tree, is_silent=experiment.is_silent)
         yield trial_of(f"further batch {number}", [other.run(pins, "unhealthy") for _ in range(setting.repeats)])
-
-
-def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
-    fp32 = {"float32": setting.experiment.cases[0].fp32.replay.loss}
-    if not again:
-        return fp32
-    return fp32 | {"pinned": math.nan if again[0].loss is None else again[0].loss}
 
 
 def _set_scale(setting: Setting) -> float | None:
@@ -133,17 +129,14 @@ def record_without_set(setting: Setting, record: Record, search: Search) -> Reco
         return replace(record, search=replace(search, outcome="no-set-helps", message=message), trials=trials)
     lines = {site.source: site for site in outside if site.source is not None}
     pins = tuple(Pin("", source=source, sites=(site,), reason=0) for source, site in lines.items())
-    message = _no_module_cures(outside[0])
-    search = replace(search, outcome="not-in-a-module", message=message, sources=digests(pins))
-    return replace(record, search=search, trials=trials, pins=pins)
-
-
-def _no_module_cures(site: PinSite) -> str:
-    where = f"line {site.source.line} of {Path(site.source.file).name}" if site.source else site.op
-    return (
+    first = outside[0]
+    where = f"line {first.source.line} of {Path(first.source.file).name}" if first.source else first.op
+    message = (
         f"{where} fails even with every module in FP32: it is part of the step function or the loss, "
         f"or it casts to half itself"
     )
+    search = replace(search, outcome="not-in-a-module", message=message, sources=digests(pins))
+    return replace(record, search=search, trials=trials, pins=pins)
 
 
 def record_of_best(setting: Setting, record: Record, search: Search, result: Result) -> Record:
