@@ -51,11 +51,8 @@ SEVERAL = "\nThe script has several models. Call it with these, wrapped in DataP
 def module_text(names: Sequence[str], roots: Sequence[RootModel] = ()) -> str:
     """Return the source of a module that defines ``pin_fp32(model)``, for code that cannot be edited.
 
-    The user saves it as ``ampdbg_pins.py`` and calls ``from ampdbg_pins import pin_fp32; pin_fp32(model)``.
-
-    Args:
-        names: pins as the config spells them: qualified module names, with the suffix ``:own`` to pin own lines only.
-        roots: the models that the names belong to, if the script has several; ``pin_fp32`` then takes each of them.
+    The user saves it as ``ampdbg_pins.py`` and calls ``from ampdbg_pins import pin_fp32; pin_fp32(model)``. If the
+    script has several models, ``pin_fp32`` takes each of the ``roots``, to which the ``names`` of pins belong.
     """
     models = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
     return MODULE.format(
@@ -74,10 +71,7 @@ FUNCTION = "_keep_in_fp32"
 def edit_maker(source: bytes, making: Construction, pins: Sequence[str]) -> Edited:
     """Add a helper that pins modules to the user's file, and one call where the model is created.
 
-    Args:
-        source: the file's bytes.
-        making: the line of ``source`` that creates the model.
-        pins: as ``names`` of :func:`module_text`.
+    ``making`` has the line of ``source``, and ``pins`` are as in the config.
     """
     try:
         text = read_source(source)
@@ -264,13 +258,7 @@ PIN_OWN = ("module.forward = functools.partial(_own_lines_in_fp32, module)", "_a
 
 
 def helper_functions(function: str, pins: Sequence[str], roots: Sequence[RootModel] = ()) -> dict[str, str]:
-    """Return the source of each function by name, with the function to call last and no surrounding blank lines.
-
-    Args:
-        function: the name of the function to call.
-        pins: qualified names of modules, with the suffix ``:own`` to pin own lines only.
-        roots: the models that the function takes, if the pins belong to several.
-    """
+    """Return the source of each function by name, without blank lines around it, with ``function`` to call last."""
     pins = tuple(dict.fromkeys(pins))
     has_own = {name.endswith(OWN) for name in pins}
     parts = [CASTS, FORWARD * (False in has_own), OWN_LINES * (True in has_own), UNWRAPPED * bool(roots)]

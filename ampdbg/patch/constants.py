@@ -136,13 +136,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     to it stays in range. A mask created elsewhere is clamped where it is cast to half. A divisor's lower bound, or a
     term added to it, becomes at least ``torch.finfo(x.dtype).tiny``.
 
-    Args:
-        source: the file's bytes.
-        lines: a line number of each statement, from 1.
-        half: expressions on these lines that held half tensors, as the source spells them.
-
-    Returns:
-        The new file, or the unchanged file with the reason for the refusal.
+    ``lines`` has a line of each statement, from 1, and ``half`` the expressions there that held half tensors.
     """
     line, needs_import = 0, False
     new: dict[int, cst.BaseExpression] = {}

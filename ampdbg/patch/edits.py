@@ -87,11 +87,6 @@ def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHI
 
     Each pin is edited or refused independently. The result needs only torch and runs on any device. It keeps the file's
     formatting, comments, line endings and encoding. Code already in FP32 is left alone.
-
-    Args:
-        source: the file's bytes.
-        pins: the pins in this file.
-        names: the names that held tensors in a trace of this file.
     """
     try:
         file = read_source(source)

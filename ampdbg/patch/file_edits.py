@@ -127,10 +127,7 @@ def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
     """Return the change of one file for ``git apply`` and ``patch -p1``, or empty bytes if nothing changed.
 
     The lines are the file's own bytes in any encoding and with any line endings. Write the diff to a binary stream.
-
-    Args:
-        path: relative to the folder where the diff is applied.
-        before: the file's old bytes; ``after`` are its new bytes.
+    ``path`` is relative to the folder where the diff is applied.
     """
     if before == after:
         return b""
@@ -168,11 +165,7 @@ def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     """Write all files, or none if one of them cannot be written.
 
-    Each file is replaced atomically and keeps its permissions and links.
-
-    Args:
-        edits: one for each file.
-        force: also overwrite files with uncommitted changes in git.
+    Each file is replaced atomically and keeps its permissions and links. ``force`` also overwrites uncommitted changes.
 
     Raises:
         PatchError: a file differs from the edit's expected bytes, has uncommitted changes, or cannot be written.

@@ -579,9 +579,7 @@ def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
 def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
     """Cast the half names that the pieces read: in a line at the start of the block, or inline if each is read once.
 
-    Args:
-        pieces: the contents of the block.
-        made: expressions that are in FP32 when the block starts.
+    Expressions ``made`` are in FP32 when the block starts.
 
     Raises:
         EditError: a tensor to cast may be None.

@@ -70,13 +70,8 @@ def bisect_run(
 ) -> Record:
     """Train the workload of ``config``, and find the smallest set of modules that cures the failing steps.
 
-    Args:
-        strategy: ``guided_search`` by overflows in a wider format, or ``ddmin``, blind over the module tree.
-        max_trials: the maximum number of trials.
-        observer: sees steps, replays and the search, which starts again if a step turns out to fail only sometimes.
-
-    Returns:
-        The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt, with the best set so far.
+    The ``strategy`` is ``guided`` by overflows in a wider format, or ``ddmin``, blind over the module tree. After an
+    interrupt, the diagnosed record has the best set so far.
 
     Raises:
         WorkloadError: a target cannot be used, or the device is missing.
@@ -273,7 +268,7 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
 
 
 def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
-    """Return the atoms that overflow in the shadow of a failing step with the pins in force, in order of execution.
+    """Return the atoms that overflow in the shadow of a failing step with the pins, in order of execution.
 
     Gradients count at the step's loss scale if they overflow. A step whose hard-coded dtypes prevent a bfloat16 run has
     none.

@@ -167,10 +167,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
 
     A replay is healthy if loss, gradients and buffers are finite and the gradients keep their energy. The loss must be
     within the noise floor of FP32's loss. The gradients must be too, if the step failed only by its distance from FP32.
-
-    Args:
-        made: the result of ``PinnedReplays.with_pins``.
-        is_silent: the failure is an overflow that erases itself. None may remain, even if all results are finite.
+    If the failure ``is_silent``, an overflow that erases itself, none may remain, even if all results are finite.
     """
     low, fp32 = made.low, made.reference
     guilty = _guilty(made)

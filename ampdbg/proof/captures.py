@@ -95,10 +95,7 @@ def in_script(job: CaptureJob, observer: Observer, deliver: Deliver, folder: Pat
         os._exit(0)
 
     def use(taken: RestoredStep | CaptureError) -> None:
-        if isinstance(taken, CaptureError):
-            end(taken)
-            return
-        end(_outcome(taken, job, observer))
+        end(taken if isinstance(taken, CaptureError) else _outcome(taken, job, observer))
 
     try:
         restore_in_script(Capture(job.path, job.script), use, folder)

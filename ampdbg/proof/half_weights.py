@@ -189,11 +189,7 @@ def suggest_for_half_weights(
 ) -> Suggestion:
     """Suggest an edit that cures the losses of half weights, proven by the script's first steps before and after it.
 
-    Args:
-        known: the record of a run of the script.
-        start: the command that starts the script.
-        form: the output format of the edit, a diff or JSON.
-        verify: run the script with the edit.
+    ``known`` is the record of a run of the script.
 
     Raises:
         ConfigError: the form is one of pins.

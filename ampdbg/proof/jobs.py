@@ -189,12 +189,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """Import these bytes instead of the files' contents, and show their lines in tracebacks and traces.
 
     This covers imports by path, by name and from packages, without bytecode caches. Earlier imports are unchanged.
-
-    Args:
-        files: the bytes of each file by path, in the file's own encoding.
-
-    Yields:
-        The given paths of the files imported so far.
+    Yield the paths of the files imported so far.
     """
     given = {file_key(path): path for path in files}
     taken: set[Path] = set()

@@ -44,21 +44,9 @@ def prove(
 
     The patched files are not written. The patch is put in force in the ``run`` and then removed. A fresh process
     imports the patched files and trains with them. If a running model cannot take the patch, the files are imported
-    again or the script restarts.
+    again or the script restarts. The proof ends at the first failing step that the patch does not cure.
 
-    Args:
-        job: the patch, and the experiments for it.
-        run: the workload in which the steps failed.
-        failing: the steps that the patch cures, at least one.
-        without: the patch without each part that can be omitted, by the part's title.
-        observer: sees what is about to run.
-        start: starts jobs that need a fresh process.
-
-    Returns:
-        The proof. It ends at the first failing step that the patch does not cure.
-
-    Raises:
-        KeyboardInterrupt: interrupted. The processes end with their starter.
+    ``without`` has the patch without each part that can be omitted, by the part's title.
     """
     return _Proving(job, run, failing, observer, start).proof(without)
 

@@ -75,19 +75,13 @@ def suggest(
 ) -> Suggestion:
     """Train, bisect, plan the patch or the pins by name, and prove it.
 
-    Args:
-        form: the output format. With half weights it is always YAML, because edits of code need autocast.
-        verify: prove the suggestion.
-        known: a record of this config; files changed since then are refused.
+    With half weights the ``form`` is always YAML, because edits of code need autocast. Files changed since ``known``
+    was recorded are refused. See :func:`~ampdbg.pinning.bisection.bisect_run` for the other arguments.
 
-    See :func:`~ampdbg.pinning.bisection.bisect_run` for the remaining arguments.
-
-    Returns:
-        The suggestion. After an interrupt, its record is ``interrupted`` and it has no edits. A finished search is
-        kept, with the unproven patch.
+    After an interrupt, the record is ``interrupted``, with a finished search and the unproven patch, but no edits.
 
     Raises:
-        WorkloadError: a target cannot be used, or a file has changed since ``known`` was recorded.
+        WorkloadError: a target cannot be used, or a file has changed.
         UserCodeError: the user's code raised, and would also raise in FP32.
     """
     _refuse_stale(known)
@@ -114,7 +108,6 @@ def suggestion_of(
     script's failing step. ``why_no_patch`` is shown instead of an unproven patch.
     """
     ended = replace(searched, record=_handed_over(searched, form))
-    found = Suggestion(ended.record)
     prover = functools.partial(_proof, ended, observer, captured, start) if start is not None else None
     with contextlib.suppress(KeyboardInterrupt):
         found = _of_search(ended, form, prover, observer, trains=captured is None)

@@ -20,9 +20,8 @@ Atoms = frozenset[str]
 class AtomTree:
     """The executed modules as atoms in tree order: depth first, a parent's own lines before its children's.
 
-    The atoms of a subtree are adjacent, and together they form its module. ``levels`` has one number per atom:
-    the depth of the largest subtree that begins with it (0 is the root). ``modules`` has one pair per atom: the largest
-    pinnable module that begins with it, and the end index of that module's atoms.
+    The atoms of a subtree are adjacent. For each atom, ``levels`` has the depth of the largest subtree that begins with
+    it (0 is the root). ``modules`` has the largest pinnable module that begins with it, and the end index of its atoms.
     """
 
     atoms: tuple[str, ...]
@@ -90,12 +89,10 @@ class AtomTree:
 
 
 def atom_tree(names: Sequence[str]) -> AtomTree:
-    """Build the tree of the modules that ran.
+    """Build the tree of the modules that ran, from their qualified names ("" for the root).
 
-    Args:
-        names: their qualified names ("" for the root), in order of execution or registration, which orders siblings.
-            Lines of a script follow all modules and belong to none. Containers that never ran may be omitted:
-            they are never pinned, because nothing runs in them.
+    The order of execution or registration orders siblings. Lines of a script follow all modules and belong to none.
+    Containers that never ran may be omitted: they are never pinned, because nothing runs in them.
     """
     if not names:
         return AtomTree((), (), (), {"": (0, 0)})
@@ -172,15 +169,13 @@ class OutOfTrials(Exception):  # noqa: N818 - not an error: the search has reach
 class Trials:
     """The experiments of a search: the finished trials, the best set so far, and the means to run more.
 
-    Tied modules move together: a set with one atom of a group in ``together`` contains all atoms of that group.
-
     Args:
         try_: runs one experiment. Its exceptions propagate, such as a KeyboardInterrupt; finished trials stay.
         tree: the atoms and modules to pin.
         max_trials: the most experiments to run; None for no limit.
         repeats: how many healthy runs a healthy set needs. The first unhealthy run ends its trial.
         on_trial: called once with every trial as it ends.
-        together: groups of pin names. No two groups share an atom.
+        together: groups of tied pins, without a common atom. A set with one atom of a group contains all of them.
 
     Attributes:
         best: the pins of the healthy set with the fewest atoms so far, or None.
@@ -206,9 +201,7 @@ class Trials:
         return tuple(self._made.values())
 
     def test(self, pins: Iterable[str], stage: str) -> Trial:
-        """Return the trial of these pins. Run it unless this set of atoms has been tried before.
-
-        ``stage`` is the purpose of the trial and is stored in it.
+        """Return the trial of these pins, with its purpose as ``stage``. A set of atoms is tried once.
 
         Raises:
             OutOfTrials: the set has not been tried, and ``max_trials`` experiments have run.
@@ -219,7 +212,10 @@ class Trials:
             if self.max_trials is not None and len(self._made) >= self.max_trials:
                 raise OutOfTrials
             pins = self.tree.compress(atoms)
-            trial = self._made[atoms] = trial_of(stage, self._run(pins))
+            runs = [self.try_(pins)]
+            while runs[-1].healthy and len(runs) < self.repeats:
+                runs.append(self.try_(pins))
+            trial = self._made[atoms] = trial_of(stage, runs)
             if trial.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
                 self.best = trial.pins
             self.on_trial(trial)
@@ -238,12 +234,6 @@ class Trials:
         """Return the independent units among these atoms, in tree order: single atoms, and groups of tied atoms."""
         ordered = sorted(atoms, key=self.tree.place)
         return tuple(dict.fromkeys(self._units.get(atom, frozenset((atom,))) for atom in ordered))
-
-    def _run(self, pins: tuple[str, ...]) -> list[Trial]:
-        runs = [self.try_(pins)]
-        while runs[-1].healthy and len(runs) < self.repeats:
-            runs.append(self.try_(pins))
-        return runs
 
 
 NOTHING: Atoms = frozenset()

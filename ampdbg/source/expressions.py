@@ -99,10 +99,6 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     """Return the module with ``import NAME`` in its conventional place, or unchanged if it has that import.
 
     LibCST's AddImportsVisitor appends the import after all others, which breaks the order that linters require.
-
-    Args:
-        module: the file.
-        name: a top-level package.
     """
     if imports_of(module.body).get(name) == name:
         return module
