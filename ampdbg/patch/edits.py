@@ -13,19 +13,20 @@ from ampdbg.patch.statements import (
     PLAIN,
     SUSPENDED,
     Casts,
-    NamesSeen,
     Piece,
     PinnedLine,
     TensorNames,
     bound_inside,
     casts_of,
     is_product,
+    names_on,
     pieces_of_line,
     root_name,
     value_of,
     with_replaced,
     writes_in_place,
 )
+from ampdbg.probes.half_names import LineNames
 from ampdbg.source.expressions import (
     Bindings,
     assigned_codes,
@@ -79,18 +80,17 @@ class Edited:
     blocks: Mapping[int, int] = field(default_factory=dict)
 
 
-NOTHING_SEEN = NamesSeen()
-
-
-def edit_source(source: bytes, pins: Sequence[LinePin], names: NamesSeen = NOTHING_SEEN) -> Edited:
+def edit_source(source: bytes, pins: Sequence[LinePin], seen: Mapping[int, LineNames]) -> Edited:
     """Put pinned statements and calls of one file under ``autocast(enabled=False)``, and cast their inputs to FP32.
 
     Each pin is edited or refused independently. The result needs only torch and runs on any device. It keeps the file's
     formatting, comments, line endings and encoding. Code already in FP32 is left alone.
+
+    ``seen`` has the names that held tensors in a trace of the file, by the first line of each statement.
     """
     try:
         file = read_source(source)
-        rewriter = _Rewriter(file, names)
+        rewriter = _Rewriter(file, seen)
         rewriter.mark(pins)
         edited = file.module.visit(rewriter)
         after = file.with_module(with_imported(edited, "torch") if rewriter.needs_import else edited)
@@ -108,7 +108,7 @@ class _Rewriter(cst.CSTTransformer):
     """
 
     source: SourceFile
-    names: NamesSeen
+    seen: Mapping[int, LineNames]
     lines: dict[int, PinnedLine] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     blocks: dict[int, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Rewriter(cst.CSTTransformer):
                 except EditError as error:
                     self.refused[number] = str(error)
                     continue
-                names = self.names.on(located.span, located.bindings)
+                names = names_on(located.span, self.seen, located.bindings)
                 pinned = self.lines.setdefault(id(located.line), PinnedLine(number, names))
                 pinned.callees |= {canonical(pin.callee)} if pin.callee else set()
                 pinned.operations |= not pin.callee
@@ -174,7 +174,7 @@ class _Suite:
     indent: str
 
     def names_of(self, node: cst.CSTNode) -> TensorNames:
-        return self.file.names.on(self.file.source.span(node), self.bindings)
+        return names_on(self.file.source.span(node), self.file.seen, self.bindings)
 
     def rewritten(
         self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement]

@@ -21,7 +21,7 @@ from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
 from ampdbg.patch.file_edits import FileEdit, Patched, bytes_by_path, counterpart
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, library_lines, users_lines
-from ampdbg.patch.statements import NOTHING_COMPUTED, NamesSeen
+from ampdbg.patch.statements import NOTHING_COMPUTED
 from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Constructions
@@ -53,10 +53,8 @@ class PlanInputs:
 
         @functools.cache
         def edited(file: str, sources: tuple[LinePin, ...]) -> Edited:
-            here = {line: found for (other, line), found in self.names.items() if other == file}
-            half = {line: found.half for line, found in here.items()}
-            full = {line: found.full for line, found in here.items()}
-            return edit_source(Path(file).read_bytes(), sources, NamesSeen(half, full))
+            seen = {line: found for (other, line), found in self.names.items() if other == file}
+            return edit_source(Path(file).read_bytes(), sources, seen)
 
         return edited
 

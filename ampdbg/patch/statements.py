@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import libcst as cst
 
 from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, TENSOR_METHODS
+from ampdbg.probes.half_names import LineNames
 from ampdbg.source.expressions import (
     COMPREHENSIONS,
     METADATA,
@@ -35,25 +36,12 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 # What names hold and what calls run
 
 
-@dataclass(frozen=True)
-class NamesSeen:
-    """Names, attributes and elements (``batch["x"]``) that a trace of a file saw, as the source spells them.
-
-    By the first line of each statement, ``half`` names held half tensors and ``full`` names only other tensors.
-    """
-
-    half: Mapping[int, Collection[str]] = field(default_factory=dict)
-    full: Mapping[int, Collection[str]] = field(default_factory=dict)
-
-    def on(self, lines: range, bindings: Bindings) -> TensorNames:
-        """Return the names with tensors on these lines, or on all lines if the trace did not run these."""
-        seen = self.half.keys() | self.full.keys()
-        known = seen & set(lines) or seen
-        half, full = (
-            frozenset(canonical(code) for line in known for code in names.get(line, ()))
-            for names in (self.half, self.full)
-        )
-        return TensorNames(half, full - half, bindings)
+def names_on(lines: range, seen: Mapping[int, LineNames], bindings: Bindings) -> TensorNames:
+    """Return the names with tensors on these lines of a file, or on all lines if the trace did not run these."""
+    known = seen.keys() & set(lines) or seen.keys()
+    half = frozenset(canonical(code) for line in known for code in seen[line].half)
+    full = frozenset(canonical(code) for line in known for code in seen[line].full)
+    return TensorNames(half, full - half, bindings)
 
 
 TORCH_FUNCTIONS = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.Tensor")

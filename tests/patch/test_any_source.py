@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.patch.edits import LinePin, edit_source
-from ampdbg.patch.statements import NamesSeen
+from ampdbg.probes.half_names import LineNames
 from ampdbg.source.source_file import read_source
 from tests.siblings import slow_except
 from tests.source.test_source_file import SHORT, corpus, name_of
@@ -19,11 +19,11 @@ def operations(file: Path) -> list[int]:
     return sorted({node.lineno for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, ast.BinOp)})
 
 
-def seen_in(source: bytes) -> NamesSeen:
+def seen_in(source: bytes) -> dict[int, LineNames]:
     """A trace that saw a half tensor in every name of every statement."""
     statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
     names = ((one.lineno, [node.id for node in ast.walk(one) if isinstance(node, ast.Name)]) for one in statements)
-    return NamesSeen(dict(names))
+    return {line: LineNames(dict.fromkeys(some)) for line, some in names}
 
 
 @pytest.mark.parametrize("file", slow_except(SHORT, filter(operations, corpus())), ids=name_of)
@@ -72,7 +72,7 @@ FILES = st.builds(
 
 
 def pinned(source: bytes, traced: bool) -> bytes:
-    names = NamesSeen({0: ("x", "y", "q")} if traced else {})
+    names = {0: LineNames(dict.fromkeys("xyq"))} if traced else {}
     lines = source.decode("utf-8-sig").count("\n") + 1
     return edit_source(source, [LinePin("f", (line,)) for line in range(1, lines + 1)], names).source
 

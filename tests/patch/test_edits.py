@@ -7,7 +7,7 @@ and ``#! call self.attn`` pins a call on that line.
 import ast
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -17,10 +17,13 @@ import pytest
 import torch
 
 from ampdbg.patch.edits import LinePin, edit_source
-from ampdbg.patch.statements import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes.half_names import LineNames
 from tests.conftest import Golden
 from tests.siblings import slow_except
+
+Traced = dict[int, LineNames]
+"""The names that a trace of a file saw, by line."""
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))
@@ -28,25 +31,28 @@ NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.
 _MARK = re.compile(r"[ ]+#! (pin|call) ?(?P<callee>[\w.\[\]]+(?= |$))?(?P<names>.*)$")
 
 
-def marked(name: str) -> tuple[str, list[LinePin], NamesSeen]:
+def marked(name: str) -> tuple[str, list[LinePin], Traced]:
     """A fixture's source without its marks, the pins of the marks, and the names that a trace saw."""
     return without_marks((FIXTURES / f"{name}.in.py").read_text(encoding="utf-8"))
 
 
-def without_marks(text: str) -> tuple[str, list[LinePin], NamesSeen]:
+def without_marks(text: str) -> tuple[str, list[LinePin], Traced]:
     """The text without its marks, the pins, and the names."""
     lines = text.split("\n")
     found = [(number, line, match) for number, line in enumerate(lines, 1) if (match := _MARK.search(line))]
     stripped = [_MARK.sub("", line) for line in lines]
     pins = [LinePin(_function(number, stripped), (number,), match["callee"] or "") for number, _, match in found]
-    half: dict[int, tuple[str, ...]] = {}
-    full: dict[int, tuple[str, ...]] = {}
+    seen: Traced = {}
     for number, line, match in found:
         names = dict(_names(match["names"] if match[1] != "pin" else line[match.end(1) :]))
-        for kind, seen in (("half", half), ("full", full)):
-            if kind in names:
-                seen[number] = names[kind]
-    return "\n".join(stripped), pins, NamesSeen(half, full)
+        if names:
+            seen[number] = line_names(names.get("half", ()), names.get("full", ()))
+    return "\n".join(stripped), pins, seen
+
+
+def line_names(half: Iterable[str] = (), full: Iterable[str] = ()) -> LineNames:
+    """The names of one line."""
+    return LineNames(dict.fromkeys(half), dict.fromkeys(full))
 
 
 def _names(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -131,21 +137,18 @@ def test_pinning_lines_that_are_already_edited_changes_nothing(name: str) -> Non
     assert edit_source(once, [*again, *again_calls], seen).source == once
 
 
-def names_after(names: NamesSeen, before: str, after: str) -> NamesSeen:
+def names_after(names: Traced, before: str, after: str) -> Traced:
     """The names that a trace of the edited file sees in half and in full: a block assigns only FP32 tensors."""
-    half: dict[int, Collection[str]] = {}
-    full: dict[int, Collection[str]] = {}
+    traced: Traced = {}
     for old, new in zip(functions_of(before), functions_of(after), strict=True):
         lines = range(new.lineno, (new.end_lineno or 0) + 1)
         assigns = (one for one in statements_in_blocks(new) if isinstance(one, ast.Assign))
         made = {ast.unparse(target) for one in assigns for target in one.targets}
-        seen_half, seen_full = (
-            {name for line, found in kind.items() if old.lineno <= line <= (old.end_lineno or 0) for name in found}
-            for kind in (names.half, names.full)
-        )
-        half |= dict.fromkeys(lines, sorted(seen_half - made))
-        full |= dict.fromkeys(lines, ("_", *sorted(seen_full | made)))
-    return NamesSeen(half, full)
+        here = [found for line, found in names.items() if old.lineno <= line <= (old.end_lineno or 0)]
+        half = {name for found in here for name in found.half} - made
+        full = {name for found in here for name in found.full} | made
+        traced |= dict.fromkeys(lines, line_names(sorted(half), ("_", *sorted(full))))
+    return traced
 
 
 def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -154,9 +157,9 @@ def functions_of(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for body in bodies for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
-def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> NamesSeen:
+def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> Traced:
     """Names that a trace saw, but on none of the edited lines."""
-    return NamesSeen({0: half}, {0: full})
+    return {0: line_names(half, full)}
 
 
 def statements_in_blocks(tree: ast.AST) -> list[ast.stmt]:
@@ -186,8 +189,7 @@ def test_an_edit_keeps_line_endings_indentation_and_encoding(name: str, written:
     source = written(text)
     shift = source[: source.find(text.encode().split(b"\n")[0])].count(b"\n")
     pins = [moved(pin, shift) for pin in pins]
-    half, full = ({number + shift: seen for number, seen in kind.items()} for kind in (names.half, names.full))
-    names = NamesSeen(half, full)
+    names = {number + shift: seen for number, seen in names.items()}
     assert edit_source(source, pins, names).source == written((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"))
 
 
@@ -294,7 +296,7 @@ def test_of_two_pins_on_a_line_one_that_casts_to_fp32_is_enough() -> None:
 
 
 def test_the_reason_for_an_untraced_line_says_how_to_edit_by_hand() -> None:
-    (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))]).refused
+    (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))], {}).refused
     assert refused.reason.startswith("no replay runs this line itself, so ampdbg does not know which of its names hold")
     assert refused.reason.endswith(
         "put it under torch.autocast(enabled=False) yourself, and cast its inputs with .float()"
@@ -338,7 +340,7 @@ def test_a_pin_accepts_the_bare_or_qualified_name_of_its_function(function: str)
 
 def test_a_file_without_pins_is_unchanged_even_if_it_does_not_parse() -> None:
     source = b"x = 1\r\n\ty = (\n"
-    assert edit_source(source, []).source == source
+    assert edit_source(source, [], {}).source == source
 
 
 @pytest.mark.skipif(
@@ -372,7 +374,7 @@ def test_a_call_pin_edits_only_the_function_of_its_qualified_name() -> None:
 
 def test_a_name_is_cast_only_on_lines_where_the_trace_saw_it_in_half() -> None:
     source = b"import torch\ndef f(q, k):\n    return q @ k\ndef g(q, k):\n    return q @ k\n"
-    names = NamesSeen({3: (), 5: ("q", "k")}, {3: ("q", "k"), 5: ()})
+    names = {3: line_names(full=("q", "k")), 5: line_names(("q", "k"))}
     edited = edit_source(source, [LinePin("f", (3,)), LinePin("g", (5,))], names)
     assert edited.refused == ()
     off = "    with torch.autocast(device_type=q.device.type, enabled=False):\n"
@@ -400,7 +402,7 @@ def test_the_device_is_that_of_an_argument_if_the_block_reads_no_tensor_by_name(
 )
 def test_an_argument_that_defaults_to_none_is_cast_only_where_it_is_not_none(line: str, cast: str) -> None:
     source = f"import torch\ndef f(x, q=None, k=None):\n    {line}\n".encode()
-    edited = edit_source(source, [LinePin("f", (3,))], NamesSeen({3: ("x", "q", "k")}))
+    edited = edit_source(source, [LinePin("f", (3,))], {3: line_names(("x", "q", "k"))})
     assert edited.refused == ()
     device = "x" if "x" in line.split() else "q"
     assert f"device_type={device}.device.type" in edited.source.decode()
