@@ -69,10 +69,7 @@ FUNCTION = "_keep_in_fp32"
 
 
 def edit_maker(source: bytes, making: Construction, pins: Sequence[str]) -> Edited:
-    """Add a helper that pins modules to the user's file, and one call where the model is created.
-
-    ``making`` has the line of ``source``, and ``pins`` are as in the config.
-    """
+    """Add a helper for the pins to the user's file, and one call at the line that creates the model."""
     try:
         text = read_source(source)
         functions = helper_functions(FUNCTION, pins)
@@ -96,11 +93,7 @@ def edit_maker(source: bytes, making: Construction, pins: Sequence[str]) -> Edit
 
 
 def _check_names(module: cst.Module, functions: Collection[str]) -> None:
-    """Check that torch and functools keep their meaning in the file, and that the helper's names are free.
-
-    Raises:
-        EditError: one of the names means something else in the file.
-    """
+    """Raise EditError unless the file leaves torch, functools and the helper's names their meaning."""
     there = {node.name.value for node in module.body if isinstance(node, cst.FunctionDef)}
     if FUNCTION in there:
         raise EditError(f"it already has a function {FUNCTION}; add the modules to it by hand, or rename it")
@@ -130,9 +123,6 @@ def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Con
     """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
 
     If the line adds a part to a named model, the call is for that model, after the enclosing loop.
-
-    Raises:
-        EditError: there is no simple place for the call.
     """
     number = text.span(line)[0]
     if len(line.body) > 1:

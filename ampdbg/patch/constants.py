@@ -169,10 +169,6 @@ class _Constants:
     half: frozenset[str]
     torch: str
 
-    @property
-    def finfo(self) -> str:
-        return f"{self.torch}.finfo"
-
     def value(self, node: cst.BaseExpression) -> float | None:
         """Return the value of a numeric expression such as ``-10**9`` or ``np.finfo(np.float32).min``, or None."""
         imports = self.bindings.imports.items()
@@ -206,7 +202,7 @@ class _Constants:
         else:
             is_replaced, text, end = role.is_lost(value), role.number, "min" if value < 0 else "max"
         if is_replaced:
-            yield constant, text.format(spelled(constant), finfo=f"{self.finfo}({dtype})", end=end)
+            yield constant, text.format(spelled(constant), finfo=f"{self.torch}.finfo({dtype})", end=end)
 
     def _positions(self, node: cst.CSTNode, cast: Collection[int]) -> Iterator[ConstantUse]:
         """Yield the uses of constants in the node itself, without products in a mask that is ``cast`` to half."""
@@ -257,7 +253,7 @@ class _Constants:
                     dtype = self._dtype_of(name, args)
                     if dtype and not self.is_tensor(owner):
                         mask = f"({spelled(owner)})" if owner.lpar else spelled(owner)
-                        yield owner, f"{mask}.clamp(min={self.finfo}({dtype}).min / 2)"
+                        yield owner, f"{mask}.clamp(min={self.torch}.finfo({dtype}).min / 2)"
 
     def _dtype_of(self, name: str, args: Sequence[cst.Arg]) -> str:
         """Return the half dtype that a call casts to, or "" if it is not such a cast."""

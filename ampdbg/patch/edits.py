@@ -220,11 +220,7 @@ class _Suite:
             index += len(block)
 
     def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> cst.With:
-        """Return ``with torch.autocast(device_type=…, enabled=False):`` around the pieces, with the file's own import.
-
-        Raises:
-            EditError: a cast or the device has no name, or the function has its own variable named torch.
-        """
+        """Return ``with torch.autocast(device_type=…, enabled=False):`` around the pieces."""
         casts = casts_of(pieces, made)
         device_type = self._device_type(pieces, casts)
         autocast = _imported_as(AUTOCASTS, self.bindings)
@@ -238,11 +234,7 @@ class _Suite:
         return cst.With([cst.WithItem(off)], inside, leading_lines=pieces[0].line.leading_lines)
 
     def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:
-        """Return ``x.device.type`` of a tensor that exists at the start of the block, a plain name if possible.
-
-        Raises:
-            EditError: no such tensor has a name.
-        """
+        """Return ``x.device.type`` of a tensor that exists at the start of the block, a plain name if possible."""
         around = self.names_of(self.bindings.function or self.bindings.module)
         found: list[str] = []
         made: set[str] = set()

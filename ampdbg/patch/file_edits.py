@@ -179,18 +179,14 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     try:
         # If one file cannot be restored, the stack still restores the others.
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as restoring:
-            staged = [(edit, stack.enter_context(staged_file(edit.path, edit.after))) for edit in edits]
-            for edit, temporary in staged:
-                put(temporary, edit.path)
-                restoring.callback(_restore, edit)
+            old = [stack.enter_context(staged_file(edit.path, edit.before)) for edit in edits]
+            new = [stack.enter_context(staged_file(edit.path, edit.after)) for edit in edits]
+            for edit, before, after in zip(edits, old, new, strict=True):
+                put(after, edit.path)
+                restoring.callback(put, before, edit.path)
             restoring.pop_all()
     except OSError as error:
         raise PatchError(f"{error.filename or 'a file'}: cannot be written: {reason_of(error)}") from None
-
-
-def _restore(edit: FileEdit) -> None:
-    with staged_file(edit.path, edit.before) as temporary:
-        put(temporary, edit.path)
 
 
 def check_writable(path: Path) -> None:

@@ -36,10 +36,7 @@ FEW = 2
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan: the model, its pins, the lines to wrap, and the half tensors' names on them.
-
-    ``makings`` records where the model is created.
-    """
+    """The inputs of a plan: the model, its pins, the lines to wrap, and the half tensors' names on them."""
 
     model: torch.nn.Module
     pins: tuple[Pin, ...]

@@ -37,7 +37,7 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 
 
 def names_on(lines: range, seen: Mapping[int, LineNames], bindings: Bindings) -> TensorNames:
-    """Return the names with tensors on these lines of a file, or on all lines if the trace did not run these."""
+    """Return the names that held tensors on these lines of a file, or on all lines if the trace ran none of these."""
     known = seen.keys() & set(lines) or seen.keys()
     half = frozenset(canonical(code) for line in known for code in seen[line].half)
     full = frozenset(canonical(code) for line in known for code in seen[line].full)
@@ -266,9 +266,6 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
 
     These are the pinned calls and, to keep the order, all calls before them. If the line's operations are pinned, they
     are all its calls, and those arguments of the calls that compute.
-
-    Raises:
-        EditError: the line has nothing to pin, or one of the calls is conditional.
     """
     calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
@@ -283,9 +280,6 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
     """Return the expressions that forward the result of a user's or pinned call, in order of evaluation.
 
     A call nested in another such call is omitted, unless either runs in FP32.
-
-    Raises:
-        EditError: a call is conditional, or runs after the statement.
     """
     call = _called(node, pinned)
     if isinstance(node, CONDITIONAL):

@@ -233,11 +233,7 @@ def _repeats(rate: float) -> int:
 
 
 def _concluded(setting: Setting, record: Record, search: Search) -> Record:
-    """Search, verify the result and record it; after an interrupt, record the best set so far, unverified.
-
-    Raises:
-        Contradiction: the trials, one run each, contradict each other.
-    """
+    """Search, verify the result and record it; after an interrupt, record the best set so far, unverified."""
     trials = setting.trials
     try:
         result = STRATEGIES[search.strategy](setting)

@@ -26,14 +26,8 @@ FURTHER_BATCHES = 3
 class Experiment:
     """Runs failing steps with pins. A set is healthy if all steps are; a trial ends at the first unhealthy step.
 
-    The ops that fail in any trial are kept by atom: a module's own lines, or a line of the script.
-
-    Args:
-        run: the workload, with the weights of the first step.
-        cases: the steps, beginning with the step of the search.
-        tree: the tree of atoms.
-        is_silent: see :func:`health_of`.
-        suspected: modules with an already known failure.
+    The ops that fail in any trial are kept by atom: a module's own lines, or a line of the script. The first of the
+    ``cases`` is the step of the search, and the ``run`` has its weights. ``suspected`` modules are known to fail.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import math
 import os
 import statistics
@@ -60,7 +61,7 @@ def run_in_rebuilt_workload(failing: Sequence[FailingStep], job: Job, observer: 
     """Run a job's experiments in a workload rebuilt from the patched files, and keep the running workload unchanged."""
 
     def seen() -> JobResult:
-        with _quiet(), imports_apart(), prepared_with(job.patched, job.config) as run:
+        with contextlib.redirect_stdout(io.StringIO()), imports_apart(), prepared_with(job.patched, job.config) as run:
             return experiments(run, tuple(_moved(failing, run.workload)), job, observer)
 
     return _of_patched_files(job, seen)
@@ -107,13 +108,6 @@ def _of_patched_files(job: Job, see: Callable[[], JobResult]) -> JobResult:
         seen = _without_raising(see)
         unused = job.patched.files.keys() - {*taken, job.patched.pins_file}
         return replace(seen, unused=tuple(path.name for path in unused))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard the user modules' output during a second import."""
-    with open(os.devnull, "w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
-        yield
 
 
 def _moved(failing: Sequence[FailingStep], workload: Workload) -> Iterator[FailingStep]:
@@ -298,7 +292,7 @@ def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
 def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
     """Train the same steps without the patch in FP32; with ``is_rounded``, from weights rounded to half."""
     try:
-        with _quiet(), imports_apart():
+        with contextlib.redirect_stdout(io.StringIO()), imports_apart():
             losses = fp32_losses(job.config, withheld=withheld, is_rounded=is_rounded)
     except AmpdbgError as error:
         return Trained(steps=job.config.train.steps, failure=first_line(error))

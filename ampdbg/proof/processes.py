@@ -167,17 +167,17 @@ def main() -> None:
     task, arguments, outlives, sys.argv = pickle.loads((folder / "task").read_bytes())
     if not outlives:
         _thread.start_new_thread(_end_with, (given,))
-    task(*arguments, _ForwardingObserver(events), functools.partial(_deliver, folder), folder)
+
+    def deliver(result: Any) -> None:
+        replace_file(folder / "result", pickle.dumps(result))
+
+    task(*arguments, _ForwardingObserver(events), deliver, folder)
 
 
 def _end_with(given: IO[str]) -> None:
     """Wait until the parent process ends, then kill this process group."""
     given.read()
     end_group(os.getpid())
-
-
-def _deliver(folder: Path, result: Any) -> None:
-    replace_file(folder / "result", pickle.dumps(result))
 
 
 class _ForwardingObserver(Observer):

@@ -158,7 +158,10 @@ def with_the_patch(seen: JobResult, patched: Patched) -> Iterator[ProofStep]:
     for one in seen.tried:
         yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
         if one.healthy and one.unreached:
-            yield ProofStep(f"the gradients of step {one.step}", True, _missing(one), warns=True)
+            # Half chose another branch, or rounded to a flat part of a function.
+            have = "has" if len(one.unreached) == 1 else "have"
+            missing = f"{listed(one.unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
+            yield ProofStep(f"the gradients of step {one.step}", True, missing, warns=True)
 
 
 def _in_force(patched: Patched, seen: JobResult) -> tuple[str, str]:
@@ -325,12 +328,6 @@ def _state(one: Tried) -> str:
         return one.why
     what = f"{SUM}:" if one.reach == "modules" else "loss"
     return f"healthy; {what} {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
-
-
-def _missing(one: Tried) -> str:
-    """Describe parameters without a gradient: half chose another branch, or rounded to a flat part of a function."""
-    have = "has" if len(one.unreached) == 1 else "have"
-    return f"{listed(one.unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
 
 
 def _finite(run: Trained) -> bool:

@@ -84,7 +84,12 @@ def suggest(
         WorkloadError: a target cannot be used, or a file has changed.
         UserCodeError: the user's code raised, and would also raise in FP32.
     """
-    _refuse_stale(known)
+    for file, before in (known.search.sources if known is not None and known.search is not None else {}).items():
+        if digest(file) != before:
+            raise WorkloadError(
+                f"{file} has changed since the record was made, so its line numbers may be wrong; give the "
+                "config instead of the record to run everything again"
+            )
     if config.precision.has_half_weights:
         form = "yaml"
     with FreshProcesses(config.start) as start:
@@ -284,13 +289,3 @@ def _materials(ended: Bisected) -> PlanInputs:
     # Prefer names seen in the replay. For lines that it does not run, use the names seen in the run.
     seen = {line: found for line, found in names.items() if found.half or found.full}
     return PlanInputs(model, pins, lines, {**run.names, **seen}, run.makings)
-
-
-def _refuse_stale(known: Record | None) -> None:
-    """Raise if a file has changed, because its recorded lines may be wrong."""
-    for file, before in (known.search.sources if known is not None and known.search is not None else {}).items():
-        if digest(file) != before:
-            raise WorkloadError(
-                f"{file} has changed since the record was made, so its line numbers may be wrong; give the "
-                "config instead of the record to run everything again"
-            )

@@ -122,11 +122,7 @@ class SourceFile:
         return Bindings(self.module, next(around, None))
 
     def above(self, number: int) -> list[int]:
-        """Return the first lines of the statements above the given line in its block, nearest first.
-
-        Raises:
-            EditError: as :meth:`at`.
-        """
+        """Return the first lines of the statements above the given line in its block, nearest first; see :meth:`at`."""
         line = self.at(number).line
         suite = self._parents[line]
         body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
