@@ -21,6 +21,7 @@ from ampdbg.patch.statements import with_replaced
 from ampdbg.source.expressions import (
     Bindings,
     bare,
+    canonical,
     code_of,
     dotted,
     find,
@@ -257,15 +258,18 @@ class _Constants:
 
     def _dtype_of(self, name: str, args: Sequence[cst.Arg]) -> str:
         """Return the half dtype that a call casts to, or "" if it is not such a cast."""
-        if name == "half":
-            return f"{self.torch}.float16"
-        to = _argument(args, 0, "dtype") if name in ("to", "type_as") else None
-        if to is None:
-            return ""
-        text = spelled(to)
-        if name == "to" and text.endswith(HALF_ENDINGS):
-            return text
-        return f"{text}.dtype" if name == "type_as" or code_of(to) in self.half else ""
+        to = _argument(args, 0, "dtype")
+        text = "" if to is None else spelled(to)
+        match name:
+            case "half":
+                return f"{self.torch}.float16"
+            case "to" if text.endswith(HALF_ENDINGS):
+                return text
+            case "to" if canonical(text) in self.half:
+                return f"{text}.dtype"
+            case "type_as" if text:
+                return f"{text}.dtype"
+        return ""
 
     def may_be_number(self, node: cst.BaseExpression) -> bool:
         return bool(dotted(node)) and not self.is_tensor(node)
@@ -276,15 +280,12 @@ class _Constants:
     def _tensor_of(self, node: cst.BaseExpression) -> str:
         """Return a name or attribute in the expression that seems to hold a half tensor, or ""."""
         parts = [item for item in walk(node) if isinstance(item, (cst.Name, cst.Attribute)) and dotted(item)]
-        read = names_read(node)
         seen = (spelled(item) for item in parts if code_of(item) in self.half)
+        bindings = self.bindings
+        local = bindings.local - bindings.maybe_plain_values - bindings.imports.keys() - {"self", "cls"}
+        read = names_read(node) & local
         plain = (item.value for item in parts if isinstance(item, cst.Name) and item.value in read)
-        return next(seen, "") or next(filter(self._may_be_tensor, plain), "")
-
-    def _may_be_tensor(self, name: str) -> bool:
-        """True if the name is local to the function and is neither a number nor ``self``."""
-        is_local = name in self.bindings.local and name not in self.bindings.maybe_plain_values
-        return is_local and name not in ("self", "cls") and name not in self.bindings.imports
+        return next(seen, "") or next(plain, "")
 
     def _taken_from_one(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
         """Return ``p`` if the expression is ``1 - p``, else None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,8 +62,8 @@ class OwnLines:
     and lines that produced a line's inputs.
     """
 
-    close: Mapping[str, frozenset[Line]]
-    adding_up: frozenset[tuple[str, str, int]]
+    close: Mapping[str, Collection[Line]]
+    adding_up: Collection[tuple[str, str, int]]
     calls: Mapping[tuple[str, int], UsersCall] = field(default_factory=dict)
     made_by: Mapping[tuple[str, int], Collection[tuple[str, Line]]] = field(default_factory=dict)
 
@@ -84,9 +85,9 @@ class OwnLines:
 
     def lines_to_wrap(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """Return the lines to wrap for a pin, in order, by file and function."""
-        lines: dict[tuple[str, str], set[int]] = {}
+        lines: dict[tuple[str, str], set[int]] = defaultdict(set)
         for file, number, function in (*users_lines(pin), *self.close.get(pin.module, ())):
-            lines.setdefault((file, function), set()).add(number)
+            lines[file, function].add(number)
         return {
             (file, function): sorted(lines[file, function] | self._leading_into(pin, file, min(lines[file, function])))
             for file, _, function in users_lines(pin)
@@ -105,7 +106,7 @@ class _Flow(OpTrace):
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
-        self.made_by: dict[tuple[str, int], set[tuple[str, Line]]] = {}
+        self.made_by: dict[tuple[str, int], set[tuple[str, Line]]] = defaultdict(set)
         self._makers: dict[int, tuple[str, Line]] = {}
         self._read: set[tuple[str, Line]] = set()
 
@@ -118,7 +119,7 @@ class _Flow(OpTrace):
     ) -> None:
         super().after(traits, place, parameter, before, made)
         if place.phase == "forward" and place.line is not None:
-            self.made_by.setdefault(place.line[:2], set()).update(self._read)
+            self.made_by[place.line[:2]] |= self._read
             self._makers |= {key: (place.module, place.line) for key in map(storage_of, made) if key}
 
 
@@ -126,28 +127,26 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
     """Collect lines from replays of the failing steps in FP32 and in bfloat16, which exceeds FP16's range."""
     pins = tuple(pins)
     lines = {line for pin in pins for line in library_lines(pin)}
-    close: dict[str, set[Line]] = {}
+    close: dict[str, set[Line]] = defaultdict(set)
     adding_up: set[tuple[str, str, int]] = set()
-    made_by: dict[tuple[str, int], set[tuple[str, Line]]] = {}
+    made_by: dict[tuple[str, int], set[tuple[str, Line]]] = defaultdict(set)
     with _callers({file for file, _ in lines}) as callers:
         for step in failing:
             scale = step.scale if step.made.why == "gradients" else 1.0
             with weights_of(run.workload.model, step):
                 trace = replay_step(run, step.snapshot, Manner("float32"), traced=_Flow).trace
-                try:
-                    ranges = shadow_step(run, step.snapshot).ranges
-                except UserCodeError:
-                    ranges = ()  # Code with a hard-coded dtype fails in bfloat16. Use only what the FP16 run showed.
-            for seen in ranges:
-                value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
-                if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
-                    close.setdefault(seen.place.module, set()).add(seen.place.line)
+                # Code with a hard-coded dtype fails in bfloat16. Use only what the FP16 run showed.
+                with contextlib.suppress(UserCodeError):
+                    for seen in shadow_step(run, step.snapshot).ranges:
+                        value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
+                        if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
+                            close[seen.place.module].add(seen.place.line)
             if isinstance(trace, _Flow):
                 adds = (op.place for op in trace.ops if op.op.split(".")[1].rstrip("_") in ACCUMULATIONS)
                 adding_up |= {(place.module, *place.line[:2]) for place in adds if place.line is not None}
                 for line, makers in trace.made_by.items():
-                    made_by.setdefault(line, set()).update(makers)
-    found = OwnLines({module: frozenset(some) for module, some in close.items()}, frozenset(adding_up), {}, made_by)
+                    made_by[line] |= makers
+    found = OwnLines(close, adding_up, {}, made_by)
     lines |= {maker[:2] for pin in pins for makers in found.generations_of(pin)[1:] for maker in makers}
     calls = {line: call for line in lines if (call := _users_call(line, callers)) is not None}
     return replace(found, calls=calls)

@@ -79,17 +79,23 @@ class TensorNames:
         """True if the expression is known or likely to be a tensor."""
         if isinstance(node, cst.BaseExpression) and code_of(node) in self.half | self.full:
             return True
-        if isinstance(node, cst.Call):
-            return called_name(node) not in METADATA and self.runs(node) != "plain"
-        is_asked = isinstance(node, cst.Attribute) and node.attr.value not in MOVES
-        return not is_asked and any(map(self.is_tensor, node.children))
+        match node:
+            case cst.Call():
+                return called_name(node) not in METADATA and self.runs(node) != "plain"
+            case cst.Attribute(attr=cst.Name(value=name)) if name not in MOVES:
+                return False
+        return any(map(self.is_tensor, node.children))
 
     def computes(self, node: cst.CSTNode) -> bool:
         """True if the node itself computes with tensors, rather than moving, creating or casting them."""
-        if isinstance(node, cst.Call):
-            return self.runs(node) == "torch" and called_name(node) not in COMPUTES_NOTHING
-        is_arithmetic = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, OPERATORS)
-        return isinstance(node, cst.MatrixMultiply) or (is_arithmetic and self.is_tensor(node))
+        match node:
+            case cst.MatrixMultiply():
+                return True
+            case cst.Call():
+                return self.runs(node) == "torch" and called_name(node) not in COMPUTES_NOTHING
+            case cst.BinaryOperation(operator=operator) if isinstance(operator, OPERATORS):
+                return self.is_tensor(node)
+        return False
 
     def is_users(self, node: cst.CSTNode) -> bool:
         """True if the node calls user code: a child module, a method or a function."""
@@ -206,12 +212,9 @@ class Piece:
 
 def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
     """Return the expression from which calls may be moved out of a statement."""
-    match statement:
-        case cst.Assign(value=value) | cst.AnnAssign(value=value) | cst.AugAssign(value=value):
-            return value
-        case cst.Expr(value=value) | cst.Return(value=value) | cst.Assert(test=value):
-            return value
-    return None
+    if isinstance(statement, (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Expr, cst.Return)):
+        return statement.value
+    return statement.test if isinstance(statement, cst.Assert) else None
 
 
 def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
@@ -527,7 +530,7 @@ def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[
         case cst.Attribute(value=base, attr=name) if name.value in TRANSPOSED and _half_tensor(base, names, made):
             return ""  # `x.float().T` is the usual order
     code = code_of(node)
-    is_half = code in names.half - names.full and code not in made and root_name(node) not in made
+    is_half = code in names.half and {code, root_name(node)}.isdisjoint(made)
     return code if is_half else ""
 
 
