@@ -243,7 +243,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequenc
     for node in _hoisted(value, pinned):
         if node is value:
             break
-        name = unused(_name_for(node, value, pinned), names.bindings.taken | names.half | names.full)
+        name = _new_name(node, value, pinned, names.bindings.taken | names.half | names.full)
         made = _alone(with_replaced(node, new), names.bindings.module.default_indent)
         assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], made)
         pieces.append(Piece(cst.SimpleStatementLine([assignment]), names, pinned, _is_fp32(node, pinned)))
@@ -354,18 +354,14 @@ def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
     return value
 
 
-def _name_for(node: cst.BaseExpression, value: cst.BaseExpression, pinned: PinnedLine) -> str:
-    """Return a readable name for the result of a call, or for the argument of one."""
+def _new_name(node: cst.BaseExpression, value: cst.BaseExpression, pinned: PinnedLine, taken: Collection[str]) -> str:
+    """Return a readable new name for the result of a call, or for the argument of one."""
     call, end = _called(node, pinned), ""
     if call is None:
         calls = (call for call in find(value, cst.Call) if any(arg.value is node for arg in call.args))
         call, end = next(calls), "_input"
     name = called_name(call).strip("_").lower()
-    return "result" if name in ("", "forward") else name + end
-
-
-def unused(name: str, taken: Collection[str]) -> str:
-    """Return ``name``, or ``name`` with a suffix if it is taken."""
+    name = "result" if name in ("", "forward") else name + end
     candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
 
@@ -546,19 +542,13 @@ class Casts:
     unsure: frozenset[str]
 
 
-def cast_lines(names: Collection[str], optional: Collection[str]) -> list[cst.BaseStatement]:
+def _cast_lines(names: Collection[str], optional: Collection[str]) -> list[cst.BaseStatement]:
     """Return ``q, k = q.float(), k.float()``, and a conditional cast for each ``optional`` name, which may be None."""
     always = [name for name in names if name not in optional]
-    lines = [_rebinding(always)] if always else []
-    for name in (name for name in names if name in optional):
-        test = cst.parse_expression(f"{name} is not None")
-        lines.append(cst.If(test, cst.IndentedBlock([_rebinding([name])])))
-    return lines
-
-
-def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
-    casts = ", ".join(f"{name}.float()" for name in names)
-    return cst.parse_statement(f"{', '.join(names)} = {casts}")
+    casts = ", ".join(f"{name}.float()" for name in always)
+    lines = [f"{', '.join(always)} = {casts}"] if always else []
+    lines += [f"if {name} is not None:\n    {name} = {name}.float()" for name in names if name in optional]
+    return [cst.parse_statement(line) for line in lines]
 
 
 def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
@@ -595,8 +585,7 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
         for code, node in reads
         if node is not None and code not in rebound
     }
-    lines = cast_lines(rebound, optional)
-    return Casts(lines, inline, (numbers | bindings.maybe_none) - sure)
+    return Casts(_cast_lines(rebound, optional), inline, (numbers | bindings.maybe_none) - sure)
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:
