@@ -84,12 +84,10 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.lines_to_wrap(pin).items() for line in some}
     makers = {maker[:2] for pin in pins for some in lines.generations_of(pin) for maker in some}
-    around = [lines.calls[maker] for maker in makers if maker in lines.calls]
-    called = (call for pin in pins for call in lines.calls_of(pin))
-    found |= makers | {(file, line) for file, call in (*around, *called) for line in call.lines}
-    names = {pin.module for pin in pins if pin.source is None}
-    calls = [call for name in names if (call := call_of(name, model)) is not None]
-    return found | {(function.__code__.co_filename, line) for function, call in calls for line in call.lines}
+    calls = [lines.calls[maker] for maker in makers if maker in lines.calls]
+    calls += (call for pin in pins for call in lines.calls_of(pin))
+    calls += filter(None, (call_of(pin.module, model) for pin in pins if pin.source is None))
+    return found | makers | {(file, line) for file, call in calls for line in call.lines}
 
 
 def _own_code(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
@@ -147,9 +145,8 @@ def _call(pin: Pin, materials: PlanInputs) -> Iterator[Placement]:
     # In an own-lines pin no trial ran the children in FP32.
     leaves_children = pin.own and list(materials.model.get_submodule(pin.module).children())
     if found is not None and not leaves_children:
-        function, call = found
-        file = function.__code__.co_filename
-        title = f"{call.callee}() in {function.__qualname__} of {Path(file).name}"
+        file, call = found
+        title = f"{call.callee}() in {call.function} of {Path(file).name}"
         yield _decided(title, pin, file, call, materials)
 
 
@@ -269,13 +266,8 @@ def constants_kept(constants: Sequence[Source], materials: PlanInputs) -> Patch:
         refused += _in_file(file, edited.refused)
         edits.append(FileEdit(Path(file), before, edited.source))
     title = " and ".join(f"the constant on {lines_title(file, list(here))}" for file, here in lines.items())
-    return Patch(
-        tuple(edits),
-        (PatchUnit(title, ()),),
-        {title: Patched()},
-        tuple(refused),
-        moves_constants=True,
-    )
+    units = (PatchUnit(title, ()),)
+    return Patch(tuple(edits), units, {title: Patched()}, tuple(refused), moves_constants=True)
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
@@ -295,15 +287,15 @@ def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tup
     notes: list[str] = []
     for way in ways:
         placements = list(way(pin, materials))
-        reasons = [reason for place in placements for reason in place.refused]
-        refused += reasons
-        if not placements or reasons:
-            why_not = ((place, one.reason) for place in placements for one in place.refused)
-            telling = (one for one in why_not if one[1] != NOTHING_COMPUTED)  # its callee is edited instead
-            notes += dict.fromkeys(f"{place.title} cannot be edited: {reason}" for place, reason in telling)
+        why_not = [(place.title, one) for place in placements for one in place.refused]
+        refused += [one for _, one in why_not]
+        # Where a line computes nothing, its callee is edited instead.
+        why_not = [(title, one) for title, one in why_not if one.reason != NOTHING_COMPUTED]
+        notes += dict.fromkeys(f"{title} cannot be edited: {one.reason}" for title, one in why_not)
+        if not placements or any(place.refused for place in placements):
             continue
+        placements = [replace(place, notes=tuple(notes)) for place in placements]
         beyond = [f"{place.title} {place.sharing}" for place in placements if place.is_wide]
-        placements = [replace(place, notes=(*notes, *place.notes)) for place in placements]
         if not beyond:
             return placements, []
         wide = wide or placements
@@ -365,10 +357,7 @@ def _parts(placements: Sequence[Placement], materials: PlanInputs) -> tuple[tupl
 
 
 def _unit(part: Sequence[Placement]) -> PatchUnit:
-    notes: dict[str, None] = {}
-    for place in part:
-        notes |= dict.fromkeys(place.notes)
-        notes |= dict.fromkeys([place.sharing] if place.sharing else ())
+    notes = dict.fromkeys(note for place in part for note in (*place.notes, place.sharing) if note)
     return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(notes))
 
 
@@ -423,19 +412,19 @@ def functions_run(kind: type, name: str) -> Iterator[FunctionType]:
             return  # it calls no inherited one, as `super().forward(x)` or `Block.forward(self, x)` would
 
 
-def call_of(module: str, model: torch.nn.Module) -> tuple[FunctionType, LinePin] | None:
-    """Return the ``forward`` of a module's parent and a pin of the module's calls in it.
+def call_of(module: str, model: torch.nn.Module) -> UsersCall | None:
+    """Return the calls of a module in its parent's ``forward``.
 
     Return None if it is not user code, or reaches the module indirectly: in a loop or through another function.
     """
     parent, _, child = module.rpartition(".")
     functions = functions_run(type(model.get_submodule(parent)), "forward") if child else ()
     for function in (one for one in functions if is_users_file(one.__code__.co_filename)):
+        name, file = function.__qualname__, function.__code__.co_filename
         callee = f"{function.__code__.co_varnames[0]}.{child}"
         with contextlib.suppress(EditError):  # the file does not parse
-            file = read_source(Path(function.__code__.co_filename).read_bytes())
-            if lines := file.calls_in(function.__qualname__, callee):
-                return function, LinePin(function.__qualname__, lines, callee)
+            if lines := read_source(Path(file).read_bytes()).calls_in(name, callee):
+                return file, LinePin(name, lines, callee)
     return None
 
 

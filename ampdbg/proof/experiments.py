@@ -170,21 +170,10 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
     _, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
-    low, fp32 = made.low, made.reference
     health = health_of(on_disk(made, job.patched), is_silent=job.is_silent)
     # A moved constant differs between half and FP32, so the gradients must show that it does no harm.
     why = health.why or (gradients_far(made) if job.patched.moves_constants else "")
-    return Tried(
-        step=replays.failing.snapshot.step,
-        healthy=not why,
-        why=why,
-        loss=low.loss,
-        scale=replays.scale,
-        fp32_loss=fp32.loss,
-        fp32_grad_norm=fp32.grad_norm,
-        reach=made.reach,
-        unreached=low.unreached,
-    )
+    return Tried(made, why, replays.scale)
 
 
 def on_disk(made: Investigation, patched: Patched) -> Investigation:

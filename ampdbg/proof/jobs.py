@@ -21,7 +21,7 @@ from ampdbg.patch.file_edits import Patched, file_key
 from ampdbg.probes.source_lines import tracing
 from ampdbg.proof.swap import CannotSwapError, swapped
 from ampdbg.quantities import listed
-from ampdbg.record.run import Investigation, Reach
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
@@ -77,20 +77,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of a failing step: its FP16 ``loss`` at the usable ``scale``, and the same code's FP32 results.
+    """A failing step's replays, ``made`` at the usable loss ``scale``, and ``why`` it still fails, or ""."""
 
-    ``reach`` is from the investigation, and ``unreached`` from its FP16 replay.
-    """
-
-    step: int
-    healthy: bool
+    made: Investigation
     why: str
-    loss: float
     scale: float
-    fp32_loss: float
-    fp32_grad_norm: float
-    reach: Reach = "whole"
-    unreached: tuple[str, ...] = ()
+
+    @property
+    def healthy(self) -> bool:
+        return not self.why
 
 
 @dataclass(frozen=True)

@@ -156,12 +156,12 @@ def with_the_patch(seen: JobResult, patched: Patched) -> Iterator[ProofStep]:
         return
     yield ProofStep(what, True, done)
     for one in seen.tried:
-        yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
-        if one.healthy and one.unreached:
+        yield ProofStep(f"the failing step ({one.made.step})", one.healthy, _state(one))
+        if one.healthy and (unreached := one.made.low.unreached):
             # Half chose another branch, or rounded to a flat part of a function.
-            have = "has" if len(one.unreached) == 1 else "have"
-            missing = f"{listed(one.unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
-            yield ProofStep(f"the gradients of step {one.step}", True, missing, warns=True)
+            have = "has" if len(unreached) == 1 else "have"
+            missing = f"{listed(unreached)} {have} no gradient at any loss scale, and {have} one in FP32"
+            yield ProofStep(f"the gradients of step {one.made.step}", True, missing, warns=True)
 
 
 def _in_force(patched: Patched, seen: JobResult) -> tuple[str, str]:
@@ -199,7 +199,7 @@ def without_a_unit(title: str, seen: JobResult) -> ProofStep:
     bad = next((one for one in seen.tried if not one.healthy), None)
     if bad is None:
         return ProofStep(name, False, NOT_NEEDED + _state(seen.tried[0]) if seen.tried else "not run")
-    return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
+    return ProofStep(name, True, f"step {bad.made.step} fails: {bad.why}")
 
 
 def same_in_fp32(patched: JobResult, reference: JobResult, recorded: Sequence[float]) -> ProofStep:
@@ -210,18 +210,20 @@ def same_in_fp32(patched: JobResult, reference: JobResult, recorded: Sequence[fl
     name = "the model's function"
     if reference.failure:
         return ProofStep(name, False, f"could not be compared: {reference.failure}")
-    for now, before, loss in zip(patched.tried, reference.tried, recorded, strict=True):
-        apart = abs(before.fp32_loss - loss)
-        share = max(SAME_FUNCTION, NOISE_FLOORS * apart / abs(before.fp32_loss)) if before.fp32_loss else SAME_FUNCTION
-        for what, one, other in (
-            (what_of(now.reach).removeprefix("the "), now.fp32_loss, before.fp32_loss),
-            ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
+    steps = [one.made for one in patched.tried]
+    for now, other, loss in zip(steps, reference.tried, recorded, strict=True):
+        fp32, before = now.reference, other.made.reference
+        apart = abs(before.loss - loss)
+        share = max(SAME_FUNCTION, NOISE_FLOORS * apart / abs(before.loss)) if before.loss else SAME_FUNCTION
+        for what, one, old in (
+            (now.what.removeprefix("the "), fp32.loss, before.loss),
+            ("gradients' norm", fp32.grad_norm, before.grad_norm),
         ):
-            if not math.isclose(one, other, rel_tol=share):
-                why = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
+            if not math.isclose(one, old, rel_tol=share):
+                why = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(old)} without it"
                 return ProofStep(name, False, why)
-    losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
-    what = what_of(next((one.reach for one in patched.tried if one.reach == "modules"), "whole"))
+    losses = " and ".join(_number(made.reference.loss) for made in steps)
+    what = what_of(next((made.reach for made in steps if made.reach == "modules"), "whole"))
     return ProofStep(name, True, f"unchanged: in FP32 {what} is {losses} with and without the patch")
 
 
@@ -326,8 +328,8 @@ _USES: tuple[tuple[Callable[[StepUse], str], str], ...] = (
 def _state(one: Tried) -> str:
     if not one.healthy:
         return one.why
-    what = f"{SUM}:" if one.reach == "modules" else "loss"
-    return f"healthy; {what} {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
+    what = f"{SUM}:" if one.made.reach == "modules" else "loss"
+    return f"healthy; {what} {_number(one.made.low.loss)}, {_number(one.made.reference.loss)} in FP32"
 
 
 def _finite(run: Trained) -> bool:

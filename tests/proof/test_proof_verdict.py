@@ -23,15 +23,25 @@ from ampdbg.proof.proof import (
 )
 from ampdbg.record.codes import CODES, GRADIENTS
 from ampdbg.record.findings import Finding, Phase, Severity
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Replay, Step
 
 
-def tried(**changes: Any) -> Tried:
-    healthy = {"step": 403, "healthy": True, "why": "", "loss": 1.172, "scale": 1024.0}
-    return Tried(**{**healthy, "fp32_loss": 1.1722, "fp32_grad_norm": 2.0, **changes})
+def tried(
+    why: str = "",
+    *,
+    step: int = 403,
+    loss: float = 1.172,
+    scale: float = 1024.0,
+    fp32_loss: float = 1.1722,
+    fp32_grad_norm: float = 2.0,
+    **changes: Any,
+) -> Tried:
+    low = Replay("float16", scale, loss, 2.0, unreached=changes.pop("unreached", ()))
+    fp32 = Replay("float32", 1.0, fp32_loss, fp32_grad_norm)
+    return Tried(Investigation(step, "loss", low, fp32, **changes), why, scale)
 
 
-SICK = tried(healthy=False, why="loss NaN", loss=math.nan)
+SICK = tried("loss NaN", loss=math.nan)
 
 
 def test_a_healthy_step_shows_both_losses_and_warns_of_parameters_without_gradient() -> None:
@@ -71,7 +81,7 @@ def test_the_last_step_gives_the_reason_if_the_failing_step_fails_or_cannot_run(
     ("seen", "passed", "detail"),
     [
         (JobResult(tried=(SICK,)), True, "step 403 fails: loss NaN"),
-        (JobResult(tried=(tried(), tried(step=7, healthy=False, why="loss inf"))), True, "step 7 fails: loss inf"),
+        (JobResult(tried=(tried(), tried("loss inf", step=7))), True, "step 7 fails: loss inf"),
         (JobResult(tried=(tried(),)), False, "not needed: healthy; loss 1.1720, 1.1722 in FP32"),
         (
             JobResult(failure="importing net.py raised NameError"),
@@ -98,7 +108,7 @@ def test_a_unit_is_needed_only_if_the_step_fails_without_it(seen: JobResult, pas
     ],
     ids=["the same", "rounding", "another loss", "within what it varies by", "other gradients", "NaN"],
 )
-def test_the_function_is_unchanged_if_fp32_results_are(change: dict[str, float], recorded: float, passed: bool) -> None:
+def test_the_function_is_unchanged_if_fp32_results_are(change: dict[str, Any], recorded: float, passed: bool) -> None:
     step = same_in_fp32(JobResult(tried=(tried(**change),)), JobResult(tried=(SICK,)), [recorded])
     assert step.passed is passed
     assert step.detail.startswith("unchanged" if passed else "changed")
