@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from pathlib import PurePath
 from typing import Literal
 
@@ -23,29 +23,25 @@ FURTHER_BATCHES = 3
 """The number of further batches on which a set, and then its patch, is tried."""
 
 
+@dataclass
 class Experiment:
     """Runs failing steps with pins. A set is healthy if all steps are; a trial ends at the first unhealthy step.
 
-    The ops that fail in any trial are kept by atom: a module's own lines, or a line of the script. The first of the
-    ``cases`` is the step of the search, and the ``run`` has its weights. ``suspected`` modules are known to fail.
+    The first of the ``cases`` is the step of the search, and the run has its weights. ``suspected`` modules are known
+    to fail. ``outside`` are ops that failed although their module was pinned: in the step function or the loss. The
+    other ops that fail in any trial are kept by atom: a module's own lines, or a line of the script.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        cases: Sequence[PinnedReplays],
-        tree: AtomTree,
-        *,
-        is_silent: bool,
-        suspected: Iterable[str] = (),
-    ) -> None:
-        self.cases = tuple(cases)
-        self.is_silent = is_silent
-        self.outside: list[PinSite] = []
-        """Ops that failed although their module was pinned: they are in the step function or the loss."""
-        self._run = run
-        self.tree = tree
-        self._sites: dict[str, list[PinSite]] = {tree.own(name): [] for name in suspected if name in tree}
+    _run: Run
+    cases: Sequence[PinnedReplays]
+    tree: AtomTree
+    _: KW_ONLY
+    is_silent: bool
+    suspected: InitVar[Iterable[str]] = ()
+    outside: list[PinSite] = field(default_factory=list, init=False)
+
+    def __post_init__(self, suspected: Iterable[str]) -> None:
+        self._sites: dict[str, list[PinSite]] = {self.tree.own(name): [] for name in suspected if name in self.tree}
 
     def run(self, pins: Sequence[str], names: NamingMode = "always") -> Trial:
         """Run one trial. Its loss is the FP16 loss of the first step."""

@@ -278,8 +278,9 @@ def trained_with_the_patch(job: Job, observer: Observer) -> Trained:
     return replace(trained, begun_at=survived_scale)
 
 
-def trained_in_fp32(job: Job, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
+def trained_in_fp32(job: Job, withheld: Collection[int], observer: Observer, *, is_rounded: bool = False) -> Trained:
     """Train the same steps without the patch in FP32; with ``is_rounded``, from weights rounded to half."""
+    observer.stage(f"{job.config.train.steps} steps in FP32{' from rounded weights' * is_rounded}")
     try:
         with contextlib.redirect_stdout(io.StringIO()), imports_apart():
             losses = fp32_losses(job.config, withheld=withheld, is_rounded=is_rounded)

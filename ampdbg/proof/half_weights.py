@@ -9,7 +9,6 @@ import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -95,14 +94,15 @@ def train_a_window(
 
     files, watch.ended = FileGuard(folder, refuse), step_ended
     text = {os.path.realpath(path): text for path, text in patched.items()}.get(os.path.realpath(start.name))
-    with ExitStack() as stack:
-        stack.enter_context(files.on())
-        stack.enter_context(alone(has_launcher=start.is_of_group))
-        stack.enter_context(emulated_gpu() if start.emulate else contextlib.nullcontext())
-        stack.enter_context(overlaid(patched))
-        stack.enter_context(patch.object(update_ledger, "SHARE", math.inf))  # measure without a time limit
-        stack.enter_context(watch)
-        stack.enter_context(notes)
+    with (
+        files.on(),
+        alone(has_launcher=start.is_of_group),
+        emulated_gpu() if start.emulate else contextlib.nullcontext(),
+        overlaid(patched),
+        patch.object(update_ledger, "SHARE", math.inf),  # measure without a time limit
+        watch,
+        notes,
+    ):
         run_script(Script(start.name, start.arguments, start.is_module, text=text), script_ended)
 
 

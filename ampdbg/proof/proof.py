@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
@@ -74,15 +74,19 @@ class _Proving:
         at_once = is_emulating() and self.job.captured is None
         training = self.start(train_alone, job) if at_once else None
         dropped = dict[str, JobResult]()
-        for title, seen in self.dropped(without):
-            dropped[title] = seen
-            if not (without_a_unit(title, seen).passed or at_once):  # the next proof omits this part
+        # Last part first, so that of two equivalent parts the first is kept.
+        for title, rest in reversed([*without.items()]):
+            if rest.changes_nothing:
+                continue  # the reference run covers it
+            self.observer.stage(f"the failing step without {title}")
+            dropped[title] = self.seen(replace(self.job, kind="dropped", patched=rest))
+            if not (without_a_unit(title, dropped[title]).passed or at_once):  # the next proof omits this part
                 return Proof(False, (*shown, *map(without_a_unit, dropped, dropped.values())))
         self.observer.stage("the failing step without the patch")
         reference = self.seen(replace(self.job, kind="reference", patched=Patched()))
         if not (at_once or self.job.captured):
             training = self.start(train_alone, job)
-        float32 = self.trained_in_fp32(()) if at_once else None
+        float32 = trained_in_fp32(self.job, (), self.observer) if at_once else None
         if training is not None:
             alone = training(self.observer)
             patched = replace(patched, trained=alone.trained, failure=alone.failure, unused=alone.unused)
@@ -93,14 +97,6 @@ class _Proving:
         shown += [further_batches(patched), in_eval_mode(patched, reference), *self.training(patched, float32)]
         shown += use_of_a_step({**patched.uses, **reference.uses})
         return Proof(all(step.passed for step in shown), tuple(shown))
-
-    def dropped(self, without: Mapping[str, Patched]) -> Iterator[tuple[str, JobResult]]:
-        """Yield the results without each part, last part first, so that of two equivalent parts the first is kept. If
-        the remaining patch changes nothing, the reference run covers it."""
-        for title, rest in reversed([*without.items()]):
-            if not rest.changes_nothing:
-                self.observer.stage(f"the failing step without {title}")
-                yield title, self.seen(replace(self.job, kind="dropped", patched=rest))
 
     def seen(self, job: Job) -> JobResult:
         """Return the results of a job in the existing run, or in another if the patch cannot be swapped in."""
@@ -126,15 +122,11 @@ class _Proving:
             return
         yield training_run(trained, why_nothing_was_trained(self.job.config.precision, trained, patched.tried))
         if float32 is None or trained.skipped:
-            float32 = self.trained_in_fp32(trained.skipped)
+            float32 = trained_in_fp32(self.job, trained.skipped, self.observer)
         is_whole = len(trained.losses) == len(float32.losses)
         is_far = is_whole and distance(trained.losses, float32.losses, trained.skipped) > AGREEMENT
-        rounded = self.trained_in_fp32(trained.skipped, is_rounded=True) if is_far else None
+        rounded = trained_in_fp32(self.job, trained.skipped, self.observer, is_rounded=True) if is_far else None
         yield losses_as_in_fp32(trained, float32, rounded)
-
-    def trained_in_fp32(self, withheld: Collection[int], *, is_rounded: bool = False) -> Trained:
-        self.observer.stage(f"{self.job.config.train.steps} steps in FP32{' from rounded weights' * is_rounded}")
-        return trained_in_fp32(self.job, withheld, is_rounded=is_rounded)
 
 
 # The checks of a proof, passed or not

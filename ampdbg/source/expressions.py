@@ -307,7 +307,7 @@ class Bindings:
 
     @cached_property
     def maybe_none(self) -> frozenset[str]:
-        return self._may_hold(_is_none)
+        return self._may_hold(lambda value: isinstance(value, cst.Name) and value.value == "None")
 
     def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
         """Return the names with a default or assigned value that ``is_one`` accepts, even in one branch only."""
@@ -326,10 +326,6 @@ def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpressi
         yield from (*_alternatives(value.body), *_alternatives(value.orelse))
     elif value is not None:
         yield value
-
-
-def _is_none(value: cst.BaseExpression) -> bool:
-    return isinstance(value, cst.Name) and value.value == "None"
 
 
 def is_plain_value(value: cst.BaseExpression) -> bool:
