@@ -68,6 +68,15 @@ class Patched:
         return counterpart(line, self.files[path], path.read_bytes()) if path is not None and path.exists() else line
 
 
+def lines_title(file: str, lines: Sequence[int]) -> str:
+    """Name lines of a file in words."""
+    name = Path(file).name
+    if len(lines) == 1:
+        return f"line {lines[0]} of {name}"
+    between = "and" if len(lines) == 2 and lines[1] > lines[0] + 1 else "to"
+    return f"lines {lines[0]} {between} {lines[-1]} of {name}"
+
+
 def file_key(path: str | Path) -> str:
     """Return a key that is equal for all spellings of a path."""
     return os.path.normcase(os.path.realpath(path))

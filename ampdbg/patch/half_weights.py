@@ -14,7 +14,7 @@ from ampdbg.lint.edits import below, indent_unit, indented, is_movable, replaced
 from ampdbg.lint.expressions import method
 from ampdbg.lint.fixes import applied
 from ampdbg.lint.rule import Edit, Fix
-from ampdbg.patch.file_edits import FileEdit
+from ampdbg.patch.file_edits import FileEdit, lines_title
 from ampdbg.probes.half_weights import CastLine, LoopLines, document_of, statement_at
 from ampdbg.quantities import listed
 from ampdbg.source.source_file import read_source
@@ -77,7 +77,7 @@ class WeightEdits:
 
     def add(self, file: str, line: int, title: str, edits: Iterable[Edit], why_none: str = "") -> None:
         """Add the edits of a line, or the reason for having none."""
-        known, place = list(edits), place_of(file, line)
+        known, place = list(edits), lines_title(file, [line])
         self._edits.setdefault(file, {}).update(dict.fromkeys(known))
         self.titles += [f"{place}: {title}"] * bool(known)
         self.refused += [f"by hand: {place}: {why_none}"] * (not known)
@@ -87,7 +87,7 @@ class WeightEdits:
         yield from self.refused * are_half
         yield from (self.unlowered or [OFF] * self.lowers) * (not after.is_lowered)
         if after.outside and self.lowers:
-            places = listed([place_of(*line) for line in after.outside], 3)
+            places = listed([lines_title(file, [line]) for file, line in after.outside], 3)
             yield f"by hand: {places}: the model is called without gradients, now in float32; use the same autocast"
 
     def add_keywords(self, rows: Rows) -> bool:
@@ -113,11 +113,6 @@ class WeightEdits:
             before, after = Path(file).read_bytes(), applied(document_of(file), [Fix(edits, needed)])
             found.append(FileEdit(Path(file), before, after.encode(read_source(before).encoding)))
         return tuple(found)
-
-
-def place_of(file: str, line: int) -> str:
-    """Name a line in the words of a patch."""
-    return f"line {line} of {Path(file).name}"
 
 
 def weights_in_float32(edits: WeightEdits) -> None:
@@ -189,8 +184,9 @@ def _under_autocast(edits: WeightEdits) -> None:
         title = f"forward pass and loss under autocast, on {device} in bfloat16"
         edits.add(loop.file, loop.first, title, indented(document, statements, IN_BFLOAT16.format(device), by))
         return
+    place = lines_title(loop.file, [loop.first])
     edits.unlowered.append(
-        f"by hand: {place_of(loop.file, loop.first)}: the model's call and the backward pass are no statements of one "
+        f"by hand: {place}: the model's call and the backward pass are no statements of one "
         f"block; run what comes before the backward pass in `{IN_BFLOAT16.format(device)}`"
     )
 

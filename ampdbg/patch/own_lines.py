@@ -49,8 +49,8 @@ MOST_GENERATIONS = 4
 UsersCall = tuple[str, LinePin]
 """A file, and the user's call of a function in it."""
 
-Caller = tuple[str, int, str, str]
-"""The file, line and function of a call, and the name of its callee."""
+Caller = tuple[Line, str]
+"""The line of a call, and the name of its callee."""
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,14 @@ def _caller(frame: FrameType) -> Caller | None:
     called, caller = frame.f_code.co_name, frame.f_back
     while caller is not None and not is_users_file(caller.f_code.co_filename):
         called, caller = caller.f_code.co_name, caller.f_back
-    return caller and (caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name, called)
+    return caller and ((caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name), called)
 
 
 def _users_call(line: tuple[str, int], callers: Mapping[CodeType, Caller | None]) -> UsersCall | None:
     """Return the user's call of the function that holds a line, or None if the calling line makes several calls."""
     codes = [code for code in callers if code.co_filename == line[0] and line[1] in {n for *_, n in code.co_lines()}]
     caller = next((callers[code] for code in codes), None)
-    return _call_on(caller[:3], caller[3]) if caller is not None else None
+    return _call_on(*caller) if caller is not None else None
 
 
 def _call_on(line: Line, called: str = "") -> UsersCall | None:

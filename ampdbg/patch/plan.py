@@ -19,11 +19,11 @@ import torch
 from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
-from ampdbg.patch.file_edits import FileEdit, Patched, bytes_by_path, counterpart
+from ampdbg.patch.file_edits import FileEdit, Patched, bytes_by_path, counterpart, lines_title
 from ampdbg.patch.own_lines import MOST_GENERATIONS, OwnLines, UsersCall, library_lines, users_lines
 from ampdbg.patch.statements import NOTHING_COMPUTED
 from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
-from ampdbg.probes.half_names import NamesByLine
+from ampdbg.probes.half_names import LineNames, NamesByLine
 from ampdbg.probes.makings import Constructions
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, PatchUnit, Pin, in_words, is_pinned, within
@@ -205,15 +205,6 @@ def _with_helper(source: bytes, names: Sequence[str], materials: PlanInputs) -> 
     return edit_maker(source, replace(making, line=line), [within(making.path, name) for name in names])
 
 
-def lines_title(file: str, lines: Sequence[int]) -> str:
-    """Name lines of a file in words."""
-    name = Path(file).name
-    if len(lines) == 1:
-        return f"line {lines[0]} of {name}"
-    between = "and" if len(lines) == 2 and lines[1] > lines[0] + 1 else "to"
-    return f"lines {lines[0]} {between} {lines[-1]} of {name}"
-
-
 @dataclass(frozen=True)
 class Patch:
     """The edits of all files. ``without`` maps each unit's title to the patch without that unit.
@@ -261,7 +252,7 @@ def constants_kept(constants: Sequence[Source], materials: PlanInputs) -> Patch:
     refused: list[Refused] = []
     for file, here in lines.items():
         before = Path(file).read_bytes()
-        half = {text for line in here if (seen := materials.names.get((file, line))) for text in seen.half}
+        half = {text for line in here for text in materials.names.get((file, line), LineNames()).half}
         edited = edit_constants(before, here, half)
         refused += _in_file(file, edited.refused)
         edits.append(FileEdit(Path(file), before, edited.source))

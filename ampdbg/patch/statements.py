@@ -37,7 +37,7 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 
 
 def names_on(lines: range, seen: Mapping[int, LineNames], bindings: Bindings) -> TensorNames:
-    """Return the names that held tensors on these lines of a file, or on all lines if the trace ran none of these."""
+    """Return the names that held tensors on these lines, or on all lines if the trace did not run these."""
     known = seen.keys() & set(lines) or seen.keys()
     half = frozenset(canonical(code) for line in known for code in seen[line].half)
     full = frozenset(canonical(code) for line in known for code in seen[line].full)
@@ -117,13 +117,15 @@ class TensorNames:
     def _is_method_of_tensor(self, base: cst.BaseExpression, name: str) -> bool:
         if name in METADATA | VIEWS or code_of(base) in self.half | self.full:
             return True
-        if isinstance(base, cst.Attribute) and not self.is_tensor(base):
-            return name in MOVES  # `self.decoder.norm(x)` calls a module, `self.weight.t()` a tensor's method
-        if isinstance(base, cst.Name):
-            is_other = base.value in ("self", "cls") or base.value in self.bindings.imports
-            return not is_other and (name in TENSOR_METHODS | MOVES or name.endswith("_"))
-        # The base is the result of a call or an operator.
-        return not (isinstance(base, cst.Call) and code_of(base.func) == "super")
+        match base:
+            case cst.Attribute() if not self.is_tensor(base):
+                return name in MOVES  # `self.decoder.norm(x)` calls a module, `self.weight.t()` a tensor's method
+            case cst.Name(value=owner):
+                is_other = owner in {"self", "cls", *self.bindings.imports}
+                return not is_other and (name in TENSOR_METHODS | MOVES or name.endswith("_"))
+            case cst.Call(func=cst.Name(value="super")):
+                return False
+        return True  # of the result of a call or an operator
 
 
 VIEWS = frozenset({"items", "keys", "values"})
@@ -272,11 +274,13 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     """
     calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
-    if not fp32 and not (pinned.operations and any(map(pinned.names.computes, _walk_outside_calls(value, pinned)))):
-        is_traced = bool(pinned.names.half | pinned.names.full)
-        nothing = NOTHING_COMPUTED if is_traced else NOT_TRACED
-        raise EditError(nothing if pinned.operations else f"{' and '.join(sorted(pinned.callees))} is not called here")
-    return calls if pinned.operations else calls[: calls.index(fp32[-1]) + 1]
+    if pinned.operations:
+        if not (fp32 or any(map(pinned.names.computes, _walk_outside_calls(value, pinned)))):
+            raise EditError(NOTHING_COMPUTED if pinned.names.half | pinned.names.full else NOT_TRACED)
+        return calls
+    if not fp32:
+        raise EditError(f"{' and '.join(sorted(pinned.callees))} is not called here")
+    return calls[: calls.index(fp32[-1]) + 1]
 
 
 def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
@@ -285,10 +289,8 @@ def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
     A call nested in another such call is omitted, unless either runs in FP32.
     """
     call = _called(node, pinned)
-    if isinstance(node, CONDITIONAL):
-        if any(_called(item, pinned) is not None for item in walk(node)):
-            raise EditError("it calls on a condition or in a comprehension; make the call on its own line first")
-        return []
+    if isinstance(node, CONDITIONAL) and any(_called(item, pinned) is not None for item in walk(node)):
+        raise EditError("it calls on a condition or in a comprehension; make the call on its own line first")
     inner = [one for child in _parts_called_with(call or node) for one in _calls(child, pinned)]
     if call is None:
         return inner

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ampdbg.patch.edits import LinePin
+from ampdbg.patch.file_edits import lines_title
 from ampdbg.patch.own_lines import OwnLines, UsersCall
-from ampdbg.patch.plan import Patch, PlanInputs, lines_that_may_be_edited, lines_title, planned
+from ampdbg.patch.plan import Patch, PlanInputs, lines_that_may_be_edited, planned
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
 from ampdbg.probes.makings import Constructions
