@@ -17,7 +17,7 @@ import torch
 
 from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import Edited, Refused, torch_in
-from ampdbg.patch.statements import with_replaced
+from ampdbg.patch.statements import called_name, with_replaced
 from ampdbg.source.expressions import (
     Bindings,
     bare,
@@ -235,16 +235,11 @@ class _Constants:
 
     def _made(self, node: cst.CSTNode) -> Replacements:
         """Yield the number from which a call creates a tensor, if the call's dtype may be half."""
-        match node:
-            case cst.Call(func=function, args=args) if (
-                name := dotted(function).rpartition(".")[2]
-            ) in TENSOR_FACTORIES:
-                constant, dtype = (
-                    _argument(args, TENSOR_FACTORIES[name], "fill_value"),
-                    _argument(args, len(args), "dtype"),
-                )
-                if constant and dtype and spelled(dtype).endswith(HALF_ENDINGS):
-                    yield from self._within(FILLED, constant, dtype, spelled(dtype))
+        if isinstance(node, cst.Call) and (name := called_name(node)) in TENSOR_FACTORIES:
+            constant = _argument(node.args, TENSOR_FACTORIES[name], "fill_value")
+            dtype = _argument(node.args, len(node.args), "dtype")
+            if constant and dtype and spelled(dtype).endswith(HALF_ENDINGS):
+                yield from self._within(FILLED, constant, dtype, spelled(dtype))
 
     def clamped(self, statement: cst.CSTNode) -> Replacements:
         """Yield each FP32 mask that is cast to half, clamped so that adding to it stays in range."""

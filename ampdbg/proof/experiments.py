@@ -84,23 +84,22 @@ def see_in_script(job: Job, observer: Observer, deliver: Deliver, folder: Path) 
     capture = Capture(captured.path, captured.script)
     script = os.path.realpath(capture.start.name)  # for a module, not an existing file
 
-    def seen() -> JobResult:
-        def use(step: RestoredStep | CaptureError) -> None:
-            def seen_there() -> JobResult:
-                if isinstance(step, CaptureError):
-                    raise step
-                return experiments(step.run, (step.failing(captured.made),), job, observer)
+    with overlaid(job.patched.files) as taken:
 
-            there = _without_raising(seen_there)
+        def use(step: RestoredStep | CaptureError) -> None:
+            if isinstance(step, CaptureError):
+                there = JobResult(failure=first_line(step))
+            else:
+                there = _without_raising(lambda: experiments(step.run, (step.failing(captured.made),), job, observer))
             others = texts.keys() - {script, *map(os.path.realpath, taken)}
             deliver(replace(there, unused=tuple(map(os.path.basename, others))))
             os._exit(0)
 
-        with overlaid(job.patched.files) as taken:
+        def restarted() -> JobResult:
             restore_in_script(capture, use, folder, texts.get(script))
-        raise AssertionError("the process ends in the script")
+            raise AssertionError("the process ends in the script")
 
-    deliver(_without_raising(seen))  # the script could not be taken over
+        deliver(_without_raising(restarted))  # the script could not be taken over
 
 
 def _of_patched_files(job: Job, see: Callable[[], JobResult]) -> JobResult:
