@@ -210,8 +210,8 @@ class EarlierStates:
             for name, number in root.rewritten.items()
             if number in calls
         }
-        buffers, before = () if state.model is None else state.model.named_buffers(), state.buffers
-        those = [(name, before.get(name, buffer)) for name, buffer in buffers if id(buffer) in found]
+        before = state.buffers
+        those = [(name, before.get(name, one)) for name, one in state.model.named_buffers() if id(one) in found]
         return {name: float(one.abs().amax()) for name, one in those if one.is_floating_point() and one.numel()}
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
@@ -229,7 +229,7 @@ class EarlierStates:
         """Yield the buffers of a state that calls are known to write. Any further buffer may be a mask."""
         changes = {key for root in self._roots for key in root.changes}
         buffers = state.buffers
-        for name, buffer in state.model.named_buffers() if state.model is not None else ():
+        for name, buffer in state.model.named_buffers():
             if id(buffer) in changes and name in buffers:
                 yield name, buffers[name]
 

@@ -32,7 +32,7 @@ class ModelState:
     """The state of a ``model`` before a step, without its weights; ``held`` restores it into the same objects."""
 
     held: SavedContents = field(default_factory=lambda: SavedContents({}))
-    model: torch.nn.Module | None = None
+    model: torch.nn.Module = field(default_factory=torch.nn.Module)
 
     @staticmethod
     def now(model: torch.nn.Module) -> ModelState:
@@ -42,7 +42,7 @@ class ModelState:
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Copies of the buffers by name."""
-        found = _buffers(self.model, self.held) if self.model is not None else ()
+        found = _buffers(self.model, self.held)
         return {name: self.held.copy_of(buffer) for name, buffer in found if buffer in self.held}
 
     def before(self, weight: torch.Tensor) -> torch.Tensor:
@@ -55,10 +55,9 @@ class ModelState:
 
         ``prefix`` begins the names of the tensors in attributes.
         """
-        model = torch.nn.Module() if self.model is None else self.model
-        buffers = [one for _, one in _buffers(model, self.held)]
+        buffers = [one for _, one in _buffers(self.model, self.held)]
         packing, attributes = Packing(prefix, self.held.plain(but=buffers)), dict[str, dict[str, Any]]()
-        for name, module in model.named_modules():
+        for name, module in self.model.named_modules():
             attributes[name] = {}
             for key, value in self.held.attributes_of(module).items():
                 with contextlib.suppress(KeyError, RecursionError):  # it refers to an object that only this model has
