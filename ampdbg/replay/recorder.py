@@ -173,14 +173,9 @@ class NotedCall:
         )
 
     @property
-    def is_held(self) -> bool:
-        """True if a result is still alive, perhaps only as the recorded input of another call."""
-        return any(result() is not None for result in self.results)
-
-    @property
-    def leads_to_gradients(self) -> bool:
-        """True if a result that requires a gradient is still alive."""
-        return any(held is not None and held.requires_grad for held in (result() for result in self.results))
+    def live_results(self) -> list[torch.Tensor]:
+        """The results that are still alive, perhaps only as recorded inputs of other calls."""
+        return [held for result in self.results if (held := result()) is not None]
 
     @property
     def data(self) -> Iterator[torch.Tensor]:
@@ -373,8 +368,13 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if self._is_paused() or is_in_backward():
             return original(module, *args, **kwargs)
-        if _is_wrapper(module):
-            return self._run_wrapper(original, module, args, kwargs)
+        if _is_wrapper(module):  # its tensor hooks serve its own backward pass, and are not recorded
+            now = self._now
+            now.wrappers += 1
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                now.wrappers -= 1
         if peek_interpreter_stack() is not None:  # a backward pass of torch.func belongs to no single call
             return original(module, *args, **kwargs)
         self._off()
@@ -391,15 +391,6 @@ class Recorder(TorchFunctionMode):
         if not is_noted or not self._guard.run_predicate(self._is_recorded, function, args, kwargs):
             return apply(*args, **kwargs)
         return self._run(OwnFunction(function), apply, args, kwargs)
-
-    def _run_wrapper(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a wrapper's call without recording its tensor hooks, which serve the wrapper's own backward pass."""
-        now = self._now
-        now.wrappers += 1
-        try:
-            return original(module, *args, **kwargs)
-        finally:
-            now.wrappers -= 1
 
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run and record a function or a module call, but not the calls inside it."""
@@ -476,19 +467,15 @@ class Recorder(TorchFunctionMode):
             held = weakref.ref(tensor)
             noted.results.append(held)
             made[id(tensor)] = held, Made(number, path), tensor.requires_grad, times_written(tensor)
-            if (
-                now.trains
-                and tensor.numel() == 1
-                and tensor.requires_grad
-                and not path.startswith(".")
-                and not is_captured()
-            ):
+            is_scalar = tensor.numel() == 1 and tensor.requires_grad and not path.startswith(".")
+            if now.trains and is_scalar and not is_captured():
                 now.scalars.append((held, Mark(tensor)))
 
     def _maker(self, tensor: torch.Tensor) -> Made | None:
-        held, made, wants, times = self._now.made.get(id(tensor), (None, None, False, 0))
-        if held is None or made is None or held() is not tensor:
+        known = self._now.made.get(id(tensor))
+        if known is None or known[0]() is not tensor:
             return self._kept(tensor) if tensor.grad_fn is not None else None
+        _, made, wants, times = known
         call = self._now.calls.get(made.call)
         is_of_a_step_before = call is not None and call.steps != self._steps
         is_another = is_of_a_step_before and times_written(tensor) != times  # as a reused input buffer has
@@ -634,7 +621,7 @@ class Recorder(TorchFunctionMode):
     def _has_more(self) -> bool:
         """True if some module results with gradients are not part of any loss so far."""
         calls = self._now.calls.items()
-        led = {n for n, call in calls if call.module is not None and call.has_gradients and call.is_held}
+        led = {n for n, call in calls if call.module is not None and call.has_gradients and call.live_results}
         gone = (made.call for made, *_ in self._now.losses if made is not None)
         return bool(led) and not led <= _dependencies_of(self._now.calls, gone)
 
@@ -665,7 +652,8 @@ class Recorder(TorchFunctionMode):
         now = self._now
         is_again = not now.has_gone and now.modules[id(module)] > 0
         if is_again:  # a call on results of this pass continues the pass, such as a loss of each of two heads
-            is_again = not any(one.requires_grad and self._maker(one) for one in _tensors_within(args, kwargs))
+            given = (one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+            is_again = not any(one.requires_grad and self._maker(one) for one in given)
         if next(module.parameters(), None) is not None:
             now.trains = module.training
         is_behind = now.has_gone and not now.has_stepped
@@ -699,9 +687,9 @@ class Recorder(TorchFunctionMode):
             return read in later and not (self._counts_as_data(later[read]) and call.takes_data_of(read))
 
         recent = {number: call for number, call in later.items() if not self._counts_as_data(call)}
-        led_to = (number for number, call in recent.items() if call.leads_to_gradients)
+        led_to = (n for n, call in recent.items() if any(one.requires_grad for one in call.live_results))
         needed = _dependencies_of(later, (*led_to, *(made.call for made, *_ in now.losses if made is not None)), leads)
-        held = {number for number, call in recent.items() if call.is_held} - needed
+        held = {number for number, call in recent.items() if call.live_results} - needed
         needed |= self._calls_of_live_data(held, needed, leads) if is_whole else _dependencies_of(later, held, leads)
         for number in later.keys() - needed:
             self._forget(number)
@@ -734,8 +722,7 @@ class Recorder(TorchFunctionMode):
         if call.module is not None:
             now.modules[id(call.module)] -= 1
             self.before.forget(number, call.module)
-        alive = {id(result) for held in call.results if (result := held()) is not None}
-        for key in alive & now.made.keys():  # later calls take these results as data
+        for key in now.made.keys() & map(id, call.live_results):  # later calls take these results as data
             if now.made[key][1].call == number:
                 del now.made[key]
 
@@ -779,10 +766,9 @@ class Recorder(TorchFunctionMode):
         parameters: a module without parameters may prepare the data of the next step."""
         now = self._now
         begun = 0 if now.has_gone else len(now.calls) - now.earlier
-        modules = (call.module for call in islice(reversed(now.calls.values()), max(begun, 0)))
-        has_weights = (next(module.parameters(), None) is not None for module in modules if module is not None)
-        first = next(has_weights, None)
-        return begun > 0 and (first is None or first or any(has_weights))
+        calls = islice(reversed(now.calls.values()), max(begun, 0))
+        has_weights = [next(one.module.parameters(), None) is not None for one in calls if one.module is not None]
+        return begun > 0 and (not has_weights or any(has_weights))
 
     @property
     def has_losses(self) -> bool:
@@ -798,12 +784,13 @@ class Recorder(TorchFunctionMode):
         held = [(result(), mark) for result, mark in self._now.scalars]
         losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
         values = read_aside([loss.detach() for loss in losses])
-        lost = (loss for loss, value in zip(losses, values, strict=True) if value - value != 0)
         trained_at = self._now.trained_at
-        return next((one for one in lost if not (trained_at and trained_at.isdisjoint(self._at(one)))), None)
-
-    def _at(self, loss: torch.Tensor) -> set[Line | None]:
-        return self._called_at(self._maker(loss))
+        for loss, value in zip(losses, values, strict=True):
+            if math.isfinite(value):
+                continue
+            if not trained_at or trained_at & self._called_at(self._maker(loss)):
+                return loss
+        return None
 
     def watch_given_up_loss(self, loss: torch.Tensor, on_decided: Callable[[bool], None]) -> None:
         """Let the next backward pass call ``on_decided``: True if it includes the loss, False if it was given up."""
@@ -1190,13 +1177,6 @@ def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (one for one in value if isinstance(one, torch.Tensor))
-
-
-def _tensors_within(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments, at any depth."""
-    for value in (*args, *kwargs.values()):
-        leaves = (value,) if isinstance(value, torch.Tensor) else _pytree.tree_leaves(value)
-        yield from (one for one in leaves if isinstance(one, torch.Tensor))
 
 
 def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
