@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,10 +20,10 @@ from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.garbage import seldom_collected
 from ampdbg.probes.producer_trace import ProducerTrace, ReplacedProducerTrace, SampleTrace
-from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, nonfinite
+from ampdbg.probes.tensors import are_weights_spoilt, bad_data, distinct, float_values, may_be_bad, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
-from ampdbg.record.run import Investigation, Replay, Step
+from ampdbg.record.run import Investigation, Replay, Step, TensorCounts
 from ampdbg.replay.comparison import (
     PRODUCERS_KEPT,
     Noise,
@@ -33,9 +33,11 @@ from ampdbg.replay.comparison import (
     producers_of,
     rounded_angles,
 )
+from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
+from ampdbg.replay.step import RecordedStep
 
 Why = Literal["loss", "gradients", "end"]
 
@@ -100,9 +102,13 @@ class _Replays:
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
         """Replay a step with a loss or gradients that are not finite."""
-        low, failed, tries = self._again_until_it_fails(why)
-        made = Investigation(self._snapshot.step, why, low.replay, reproduced=int(failed), tries=tries)
-        if not failed:
+        for tries in range(1, TRIES + 1):
+            low = self._low(traced=self._producers, stops_at_loss=why == "loss", keep_gradients=why == "gradients")
+            failed = fails(low.replay, why)
+            made = Investigation(self._snapshot.step, why, low.replay, reproduced=int(failed), tries=tries)
+            if failed:
+                break
+        else:
             return made
         fp32 = self._fp32(traced=self._producers, keep_gradients=why == "gradients")
         made = replace(made, low=producers_of(low, fp32), fp32=producers_of(fp32, fp32))
@@ -113,8 +119,10 @@ class _Replays:
             made = replace(made, at_lower=at_lower, floor=floor)
         made = replace(made, wide=self._wider(fp32.replay))
         may_diverge = may_have_risen(losses_of(before), fp32.replay.loss)
-        continuation = self._continued() if may_diverge and not fp32.replay.error else ()
-        return replace(made, continuation=continuation)
+        if may_diverge and not fp32.replay.error:
+            self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
+            made = replace(made, continuation=continued_in_fp32(self._run, self._snapshot, CONTINUED_STEPS))
+        return made
 
     def of_hidden_fault(self) -> Investigation:
         """Replay a step that looks healthy: twice, and further only if the two replays differ."""
@@ -156,13 +164,6 @@ class _Replays:
             producers[place] = replace(producer, is_erased=True)
         return replace(replay, producers=tuple(producers))
 
-    def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
-        for tries in range(1, TRIES + 1):
-            low = self._low(traced=self._producers, stops_at_loss=why == "loss", keep_gradients=why == "gradients")
-            if fails(low.replay, why):
-                return low, True, tries
-        return low, False, TRIES
-
     def _low(self, traced: TraceKind | None = None, **how: bool) -> Replayed:
         return self._replay(f"{self._run.mode.format.short}, every op", self._as_it_was, traced=traced, **how)
 
@@ -203,10 +204,6 @@ class _Replays:
         manner = replace(self._as_it_was, scale=1.0)
         low = self._replay("loss scale 1, every op", manner, traced=self._producers, keep_gradients=True)
         return self._with_erased(low, producers_of(low, fp32))
-
-    def _continued(self) -> tuple[float, ...]:
-        self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
-        return continued_in_fp32(self._run, self._snapshot, CONTINUED_STEPS)
 
     def _replay(self, doing: str, manner: Manner, traced: TraceKind | None = None, **how: bool) -> Replayed:
         self._observer.replay(self._snapshot.step, doing)
@@ -265,6 +262,45 @@ def is_blamed(made: Investigation) -> bool:
         return False
     suspect = culprit(made)
     return suspect is not None and not suspect.is_constant
+
+
+def blamed_data(run: Run, snapshot: Snapshot, played: RecordedStep) -> tuple[TensorCounts, ...]:
+    """Return the data with inf or NaN, of batch or targets, that makes the step fail in FP32.
+
+    NaN that the script masks, such as in padded targets, does no harm. It does not explain a NaN loss with another
+    cause. So the step is replayed with finite data. The data is to blame only if FP32 is then finite.
+
+    Args:
+        run: the workload; it must still have the weights of the step.
+        snapshot: the step, with the arguments of its calls as batches.
+        played: the calls of the step.
+    """
+    suspects = [
+        (name, tensor)
+        for name, tensor in played.data_in(played.given)
+        if may_be_bad(tensor) and not tensor.requires_grad and tensor.numel() > 1  # a single number is not a sample
+    ]
+    has_loss = played.reach == "whole"  # else the outputs of its modules may include a mask of -inf
+
+    def comes_through(kept: Collection[int] = ()) -> bool:
+        finite = {id(tensor): _made_finite(tensor) for _, tensor in suspects if id(tensor) not in kept}
+        batches = [altered_batch(batch, lambda tensor: finite.get(id(tensor), tensor)) for batch in snapshot.batches]
+        again = replay_step(run, replace(snapshot, batches=tuple(batches)), FP32).replay
+        return is_finite(again) or not (has_loss or again.error or math.isnan(again.loss))
+
+    if not suspects or not comes_through():
+        return ()
+    alone = [one for one in suspects if len(suspects) == 1 or not comes_through({id(one[1])})]
+    return tuple(bad_data(alone or suspects))
+
+
+@torch.no_grad()
+def _made_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the mean of its finite values, or 1, instead of inf and NaN: a number of usual size."""
+    values = float_values(tensor)
+    finite = values[values.isfinite()] if values is not None else torch.empty(0)
+    usual = float(finite.double().mean()) if finite.numel() else 1.0
+    return torch.nan_to_num(tensor.detach(), usual, usual, usual).requires_grad_(tensor.requires_grad)
 
 
 OnInvestigated = Callable[[Snapshot, float, Investigation], None]

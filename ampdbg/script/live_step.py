@@ -19,12 +19,11 @@ from ampdbg.observer import Observer
 from ampdbg.ops import COLLECTIVES
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Step
-from ampdbg.replay.investigation import Why, investigate
+from ampdbg.replay.investigation import Why, blamed_data, investigate
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.replay.step import Half, RecordedStep
-from ampdbg.replay.step_data import blamed_data
 from ampdbg.script.ranks import is_in_group
 from ampdbg.script.signals import have_come, held_signals
 
@@ -105,7 +104,15 @@ class LiveStep:
         # The script may be inside an autocast region.
         outside = torch.autocast(self.device.type, enabled=False)
         apart = _NoCollectives() if is_in_group() else contextlib.nullcontext()
-        with self.watcher.paused(), held_signals(), _without_output(), torch.enable_grad(), outside, apart:
+        with (
+            self.watcher.paused(),
+            held_signals(),
+            contextlib.redirect_stdout(_OutputOfOtherThreads(sys.stdout)),  # the step has already printed it
+            contextlib.redirect_stderr(_OutputOfOtherThreads(sys.stderr)),
+            torch.enable_grad(),
+            outside,
+            apart,
+        ):
             try:
                 yield run, snapshot
             finally:
@@ -137,16 +144,6 @@ class _UntilASignal(Observer):
         """
         if have_come():
             raise _SignalCameError
-
-
-@contextlib.contextmanager
-def _without_output() -> Iterator[None]:
-    """Discard output of this thread inside this context: the original step has already printed it."""
-    with (
-        contextlib.redirect_stdout(_OutputOfOtherThreads(sys.stdout)),
-        contextlib.redirect_stderr(_OutputOfOtherThreads(sys.stderr)),
-    ):
-        yield
 
 
 class _OutputOfOtherThreads(io.TextIOBase):

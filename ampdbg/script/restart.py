@@ -32,13 +32,12 @@ from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
-from ampdbg.replay.investigation import fails, investigate
+from ampdbg.replay.investigation import blamed_data, fails, investigate
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.step import RecordedStep
-from ampdbg.replay.step_data import blamed_data
 from ampdbg.script.capture import Capture, CaptureError, Difference, Match
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.guard import FileGuard
