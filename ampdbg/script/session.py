@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ampdbg.errors import named_error
 from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.probes.seams import replaced
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.trend import TrendSamples
 from ampdbg.probes.watch import Watch
+from ampdbg.quantities import counted
 from ampdbg.record.findings import Source
 from ampdbg.record.log import RunLog
 from ampdbg.record.run import Misuse, Record
 from ampdbg.script.capture import Captures, asked_from_code
-from ampdbg.script.children import NewProcesses
 from ampdbg.script.failing_steps import FailingSteps, explains_itself
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script, signals_noted
+
+HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data.")
+"""Modules with functions for processes that do not train: pools, and workers of data loaders."""
+
+UNSEEN = (
+    "{} started by multiprocessing {} not watched{}; to watch each, replace multiprocessing: torchrun "
+    "--nproc-per-node N --no-python ampdbg run SCRIPT"
+)
+
+
+class NewProcesses:
+    """Counts the processes that the script spawns, except those that do not train.
+
+    They run without ampdbg. Forked processes continue as the script.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def counted_in(self) -> AbstractContextManager[None]:
+        """Return a context in which spawned processes are counted."""
+        return replaced(BaseProcess, "start", self._counting)
+
+    def note(self, *, emulates: bool) -> str:
+        """Return a sentence on the unwatched processes, or "" if there were none."""
+        if not self._count:
+            return ""
+        verb = "was" if self._count == 1 else "were"
+        return UNSEEN.format(counted(self._count, "process"), verb, " and had no emulated GPU" * emulates)
+
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(process: Any) -> None:
+            function = getattr(process, "_target", None)  # read first: a started process drops its function
+            original(process)
+            method = getattr(process, "_start_method", None) or multiprocessing.get_start_method(allow_none=True)
+            is_helper = f"{getattr(function, '__module__', '')}.".startswith(HELPERS)
+            self._count += method not in ("fork", None) and not is_helper
+
+        return start
 
 
 class Session:
@@ -78,12 +120,25 @@ class Session:
     def seen(self, ending: ScriptEnd | None) -> Record:
         """Return the record so far, not yet diagnosed. Without an ``ending``, the script is still running and may be
         killed."""
-        record = _record(self.watcher, self._failing, ending)
-        note = self._processes.note(emulates=self._captures.start.emulate)
-        notes = (*record.unseen.notes, *[note] * bool(note), *self._samples.notes())
-        unseen = replace(record.unseen, notes=notes)
-        misuses = (*record.misuses, *(self._lost_upcasts(record) if ending is not None else ()))
-        return replace(record, unseen=unseen, misuses=misuses, trends=self._samples.seen())
+        watcher, failing, samples = self.watcher, self._failing, self._samples
+        error = ending.error if ending else None
+        interrupted = ending is None or isinstance(error, KeyboardInterrupt)
+        record = failing.seen(watcher.record(), ending.code if ending else 0)
+        raised = error is not None and not interrupted and not explains_itself(watcher, error)
+        why = f"the script raised {named_error(error)}" if raised else ""
+        ended = ending.note if ending else ""
+        processes = self._processes.note(emulates=self._captures.start.emulate)
+        notes = (*record.unseen.notes, *filter(None, (ended, processes)), *samples.notes())
+        return replace(
+            record,
+            unseen=replace(record.unseen, notes=notes),
+            misuses=(*record.misuses, *(self._lost_upcasts(record) if ending else ())),
+            trends=samples.seen(),
+            command="run",
+            interrupted=interrupted,
+            autocast_error=autocast_error(error, watcher.log.closed(), watcher.models.named_modules),
+            error=record.error if failing.why_ended else why or record.error,
+        )
 
     def _lost_upcasts(self, record: Record) -> Iterator[Misuse]:
         """Yield the casts in the script that do not change the half weights that its optimizers update."""
@@ -169,22 +224,3 @@ def run_unwatched(script: Script, *, emulate: bool) -> int:
     """Run the script, with an emulated GPU if requested, and return its exit code."""
     with emulated_gpu() if emulate else nullcontext():
         return run_script(script).code
-
-
-def _record(watcher: Watch, failing: FailingSteps, ending: ScriptEnd | None) -> Record:
-    """Return the record of the script. Without an ``ending``, the script is still running and may be killed."""
-    error = ending.error if ending else None
-    interrupted = ending is None or isinstance(error, KeyboardInterrupt)
-    by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
-    raised = not interrupted and not explains_itself(watcher, error)
-    seen = failing.seen(watcher.record(), ending.code if ending else 0)
-    why = f"the script raised {named_error(error)}" if error is not None and raised else ""
-    notes = (*seen.unseen.notes, ending.note) if ending is not None and ending.note else seen.unseen.notes
-    return replace(
-        seen,
-        unseen=replace(seen.unseen, notes=notes),
-        command="run",
-        interrupted=interrupted,
-        autocast_error=by_autocast,
-        error=seen.error if failing.why_ended else why or seen.error,
-    )
