@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.record.run import Investigation, Producer, Replay
+from ampdbg.record.run import Investigation, Replay
 from ampdbg.replay.comparison import Noise, compared_with_fp32, departure, producers_of, rounded_angles
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, replay_step
 from ampdbg.replay.run import Run
@@ -77,17 +75,13 @@ class PinnedReplays:
         if not math.isfinite(low.replay.loss):  # NaN also if the code raised
             return self._made(producers_of(low, fp32, most))
         replay, floor = self._compared_with_fp32(low, pins, most)
-        made = replace(self._made(replay, floor), rounded_angles=self._rounded_angles(low, pins))
+        made = self._made(replay, floor)
+        angular = low.trace.angular if isinstance(low.trace, ProducerTrace) else ()
+        if angular and self.failing.made.rounded_angles:
+            made = replace(made, rounded_angles=rounded_angles(self._sampled(pins), self._references[0], angular))
         if is_brief or floor is None or replay.producers or agrees(replay, fp32.replay, floor):
             return made
         return replace(made, **departure(self._sampled(pins), *self._references))
-
-    def _rounded_angles(self, low: Replayed, pins: Sequence[str]) -> tuple[Producer, ...]:
-        """Return the rounded angles of the replay, if the step fails because of such angles."""
-        angular = low.trace.angular if isinstance(low.trace, ProducerTrace) else ()
-        if not (angular and self.failing.made.rounded_angles):
-            return ()
-        return rounded_angles(self._sampled(pins), self._references[0], angular)
 
     def _in_fp32(self, traced: TraceKind | None) -> Replayed:
         if self._known_fp32 is None or (traced is not None and self._known_fp32.trace is None):
@@ -116,8 +110,10 @@ class PinnedReplays:
             if not math.isfinite(low.replay.loss):
                 return low
             if is_finite(low.replay):
-                if tried and self.scales.is_lossless and not self._keeps_its_gradients(low, pins):
-                    break
+                if tried and self.scales.is_lossless:
+                    compared, _ = self._compared_with_fp32(low, pins)
+                    if not keeps_its_gradients(compared):
+                        break
                 self.scale = scale
                 return self._with_trace(low, pins, traced)
             tried.append(low)
@@ -125,9 +121,6 @@ class PinnedReplays:
 
     def _with_trace(self, low: Replayed, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
         return low if low.trace or traced is None else self._at_scale(pins, low.replay.scale, traced)
-
-    def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
-        return keeps_its_gradients(self._compared_with_fp32(low, pins)[0])
 
     def _compared_with_fp32(
         self, low: Replayed, pins: Sequence[str], most: int = MOST_SUSPECTS
@@ -143,7 +136,7 @@ class PinnedReplays:
     def _at_scale(
         self, pins: Sequence[str], scale: float, traced: TraceKind | None = None, *, stops_at_loss: bool = False
     ) -> Replayed:
-        with self._pinned(pins):
+        with self._run.pinned(pins):
             return self._replay(Manner(self._low, scale, is_lifted=False), traced, stops_at_loss=stops_at_loss)
 
     def _scales(self) -> Iterator[float]:
@@ -163,11 +156,8 @@ class PinnedReplays:
         return self._replay(FP32, SampleTrace), self._replay(self._floor.manner, SampleTrace)
 
     def _sampled(self, pins: Sequence[str]) -> Replayed:
-        with self._pinned(pins):
+        with self._run.pinned(pins):
             return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
-
-    def _pinned(self, pins: Sequence[str]) -> AbstractContextManager[Any]:
-        return self._run.pinned(pins)
 
     def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
         step = self.failing.snapshot

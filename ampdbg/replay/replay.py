@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES, clip
-from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, spread, widen, widened
+from ampdbg.precision.widening import LIFTS, Wider, altered, lifted, rounded, spread, widen, widened
 from ampdbg.probes.draws import same_random_numbers
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
@@ -61,9 +61,14 @@ class Manner:
         dtype = DTYPES[self.rounds_to]
         return spread(weight, dtype, self.draw) if self.draw else rounded(weight, dtype)
 
+    @property
+    def wider(self) -> Wider | None:
+        """How half tensors are widened; None if they are not."""
+        return LIFTS.get(self.dtype) if self.is_lifted else None
+
     def altered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that replaces a tensor of the model or the batch."""
-        return widened(tensor, LIFTS[self.dtype]) if self.is_lifted and self.dtype in LIFTS else tensor
+        return tensor if self.wider is None else widened(tensor, self.wider)
 
 
 FP32 = Manner("float32")
@@ -130,9 +135,10 @@ def replay_step(
             return Replayed(failed, trace, seconds=seconds)
         found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         is_whole = math.isfinite(loss) or not stops_at_loss
+        before, spoilt = snapshot.state.buffers, nonfinite(model.named_buffers())
         replay = replace(
             _replay(manner, loss, found, is_whole=is_whole),
-            buffers=tuple(_newly_nonfinite_buffers(model, snapshot.state.buffers)),
+            buffers=tuple(name for name, _ in spoilt if name in before and is_finite(before[name])),
             rounded=bool(manner.rounds_to),
         )
         gradients = {name: _unscaled(one, manner.scale) for name, one in found.items()} if keep_gradients else {}
@@ -220,35 +226,25 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
 
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
     """Return the loss, or the first line of the error that the user's code raised."""
+    has_precision_of_run = not manner.is_lifted and manner.dtype == run.mode.format.name
+    run.tail.scale = manner.scale
     try:
         with (
             lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext(),
-            same_random_numbers(
-                snapshot.draws,
-                notes=_is_as_it_was(run, manner),
-                wider=LIFTS.get(manner.dtype) if manner.is_lifted else None,
-            ),
+            same_random_numbers(snapshot.draws, notes=has_precision_of_run, wider=manner.wider),
         ):
-            return _forward_and_backward(run, snapshot, manner, stops_at_loss), ""
+            losses = run_pass(
+                run.workload,
+                [altered_batch(batch, manner.altered) for batch in snapshot.batches],
+                run.mode.forward if has_precision_of_run else functools.partial(_lowered, run, manner.dtype),
+                scaled=lambda loss: _scaled(loss, manner.scale),
+                stops_at=lambda losses: (
+                    stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values()))
+                ),
+            )
+            return loss_of(losses), ""
     except AmpdbgError as error:
         return math.nan, first_line(error)
-
-
-def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:
-    run.tail.scale = manner.scale
-    losses = run_pass(
-        run.workload,
-        [altered_batch(batch, manner.altered) for batch in snapshot.batches],
-        run.mode.forward if _is_as_it_was(run, manner) else functools.partial(_lowered, run, manner.dtype),
-        scaled=lambda loss: _scaled(loss, manner.scale),
-        stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
-    )
-    return loss_of(losses)
-
-
-def _is_as_it_was(run: Run, manner: Manner) -> bool:
-    """True if the replay has the precision of the run."""
-    return not manner.is_lifted and manner.dtype == run.mode.format.name
 
 
 def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
@@ -263,12 +259,6 @@ def _wait(device: torch.device) -> None:
 
 def _lowered(run: Run, dtype: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if dtype in ("float32", "float64") else run.mode.in_half(dtype)
-
-
-def _newly_nonfinite_buffers(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    for name, _ in nonfinite(model.named_buffers()):
-        if name in before and is_finite(before[name]):
-            yield name
 
 
 def _unscaled_norm(gradients: Iterable[torch.Tensor], scale: float) -> float:

@@ -110,16 +110,11 @@ def prepared(config: Config) -> Iterator[Run]:
         stack.enter_context(mode.converted(workload.model))
         stack.enter_context(mode.pinned(workload.model, config.precision.pins))
         if config.checkpoint and config.precision.has_half_weights and mode.updates_half_weights():
-            _fit_states(workload.optimizers)
+            for optimizer in workload.optimizers:
+                if optimizer.state:  # convert a checkpoint's state, which fits weights of another dtype
+                    optimizer.load_state_dict(optimizer.state_dict())
         with workload.user.reading("running the workload"):
             yield Run(config, workload, device, mode, started, makings)
-
-
-def _fit_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Convert a checkpoint's states, which fit weights of another dtype, to the current dtype of the weights."""
-    for optimizer in optimizers:
-        if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())
 
 
 NamedLosses = Mapping[str, torch.Tensor]
