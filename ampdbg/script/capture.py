@@ -621,8 +621,9 @@ class Captured:
         """
         if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
             raise CaptureError(why)
-        if self.size > largest:
-            told = f"it would take {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
+        size = self.size
+        if size > largest:
+            told = f"it would take {byte_size(size)}, and at most {byte_size(largest)} are allowed"
             raise CaptureError(f"{told}; allow more with --max-capture-size")
         recorded = self.live.recorded
         packing = _GivenPacking("value", order_of(recorded))

@@ -130,7 +130,8 @@ class Policy:
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         self._taken[optimizer] = 0
         is_nan = is_nan and optimizer not in self._nan_rows
-        self._nan_rows |= {optimizer} if is_nan else set()
+        if is_nan:
+            self._nan_rows.add(optimizer)
         is_informative = is_nan or skips == SKIPS_IN_A_ROW
         is_owed = (skips == 1 and not may_settle) or (is_informative and self._settling < MOST_OF_A_KIND)
         is_due = is_owed or (self._is_in_time() and (is_informative or (skips == 1 and has_survived)))
@@ -151,13 +152,8 @@ class Policy:
         """True if a due step may be replayed. Short replays ignore the time used so far, so equal runs decide alike."""
         return self._expected <= COMPARISON or self._is_in_time()
 
-    def comparing(self, optimizer: int) -> contextlib.AbstractContextManager[None]:
-        """Wrap the comparison of an optimizer's step with FP32. No other step of this optimizer is compared."""
-        self._compared.add(optimizer)
-        return self.looking("end")
-
-    def shares(self, optimizer: int) -> None:
-        """Record that one of the optimizer's steps was already investigated as a step of another optimizer."""
+    def compared(self, optimizer: int) -> None:
+        """Compare no further step of this optimizer with FP32."""
         self._compared.add(optimizer)
 
     def still_compares(self, optimizer: int) -> None:
@@ -465,7 +461,7 @@ class FailingSteps:
 
     def _may_be_compared(self, place: int, number: int) -> bool:
         if any(made.step == number for made in self.found):  # investigated for another optimizer of the same losses
-            self._policy.shares(place)
+            self._policy.compared(place)
         if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
             return False
         reasons = (
@@ -482,7 +478,8 @@ class FailingSteps:
     def _compare(self, place: int, number: int) -> None:
         """Compare a step that looks healthy with FP32, and capture it if it hides a fault."""
         why_not = ""
-        with held_signals(), self._policy.comparing(place):
+        self._policy.compared(place)
+        with held_signals(), self._policy.looking("end"):
             try:
                 live, why_not = self._live(number, "end")
                 if live is not None:
@@ -525,7 +522,8 @@ class FailingSteps:
         for optimizer in () if is_bad else self._stepping:
             self._policy.taken(optimizer)
         self._stepping.clear()
-        captures.is_wanted = False if captures.has(latest.closed() - 1) else captures.is_wanted
+        if captures.has(latest.closed() - 1):
+            captures.is_wanted = False
         captures.begins(latest.closed())
 
     # The end of the script.
