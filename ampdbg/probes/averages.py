@@ -122,11 +122,11 @@ class AverageTrace(TorchDispatchMode):
         if place_of(tensor) in self.given:
             return self.given[place_of(tensor)].twin
         if self._is_followed(tensor):
-            values = sampled(tensor)
+            values = sample_of(tensor).double()
             return torch.stack([torch.zeros_like(values), torch.ones_like(values)])
         if not tensor.is_floating_point():
             return tensor
-        return sampled(tensor).repeat(2, 1) if tensor.numel() > 1 else tensor.detach().double().reshape(())
+        return sample_of(tensor).double().repeat(2, 1) if tensor.numel() > 1 else tensor.detach().double().reshape(())
 
     def _keep(self, made: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]) -> None:
         made = list(map(stored, made))
@@ -134,7 +134,8 @@ class AverageTrace(TorchDispatchMode):
             self.given.pop(place, None)
             self._new.add(place)
         for tensor, twin in zip(made, twins, strict=False):
-            self.given[place_of(tensor)] = WrittenValues(twin, sampled(tensor), tensor.dtype, tensor.shape)
+            values = sample_of(tensor).double()
+            self.given[place_of(tensor)] = WrittenValues(twin, values, tensor.dtype, tensor.shape)
 
 
 def place_of(tensor: torch.Tensor) -> MemoryPlace:
@@ -143,14 +144,16 @@ def place_of(tensor: torch.Tensor) -> MemoryPlace:
     return storage, int(tensor.storage_offset()) if storage else 0, tensor.numel()
 
 
-def sampling_stride(dimensions: int, entries: int) -> int:
-    """Return the distance between the sampled entries of a flattened tensor. It is odd, so that no column is missed."""
-    return 1 if entries <= (WHOLE_VECTOR if dimensions < 2 else WHOLE) else entries // SAMPLE | 1
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some values of a tensor, always at the same positions. Their distance is odd, so no column is missed."""
+    values = stored(tensor.detach()).flatten()
+    whole = WHOLE_VECTOR if tensor.ndim < 2 else WHOLE
+    return values if len(values) <= whole else values[:: len(values) // SAMPLE | 1]
 
 
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return values at fixed positions of a tensor, in float64."""
-    return tensor.detach().flatten()[:: sampling_stride(tensor.ndim, tensor.numel())].double()
+def is_dense(gradient: torch.Tensor | None) -> bool:
+    """True for a gradient that stores a value for each value of its parameter, so that both can be sampled."""
+    return gradient is not None and gradient.layout is torch.strided
 
 
 class FoundAverage(NamedTuple):
@@ -176,14 +179,14 @@ def found_in(
         if given.dtype not in HALVES or not 0.0 < low <= high < 1.0 or high - low > 1e-6:
             continue
         aim = rest / (1.0 - low)
-        of = next((key for key, one in free.items() if one.shape == given.shape and _is_near(aim, sampled(one))), None)
+        of = next((key for key, one in free.items() if one.shape == given.shape and _is_near(aim, one)), None)
         if of is not None:
             del free[of]
             yield FoundAverage(of, low, aim, given)
 
 
-def _is_near(aim: torch.Tensor, values: torch.Tensor) -> bool:
-    values = values.to(aim.device)
+def _is_near(aim: torch.Tensor, parameter: torch.Tensor) -> bool:
+    values = sample_of(parameter).to(aim)
     return bool((aim - values).abs().amax() < NEAR * values.abs().amax())
 
 
@@ -212,9 +215,8 @@ class FollowedAverage:
         self._has_moved |= now.given.values != self.first.given.values
         self.steps, self.last, self.step = self.steps + step - self.step, now, step
 
-    @property
-    def movement(self) -> Movement:
-        """The movement since the first find. On a GPU this syncs.
+    def kept(self, name: str, kind: str) -> KeptAverage | None:
+        """Return the movement since the first find, or None without movement in float32. On a GPU this syncs.
 
         Values closer to their parameter than a unit in the last place do not count: half cannot show their movement.
         """
@@ -222,17 +224,21 @@ class FollowedAverage:
         counts = (self.last.aim - start).abs() > torch.finfo(self.last.given.dtype).eps * start.abs()
         way = counts * (self.twin - start)
         sums = [counts.sum(), (counts & self._has_moved).sum(), way.square().sum(), (way * (now - start)).sum()]
-        return Movement(*torch.stack([one.double() for one in sums]).tolist())
-
-
-class Movement(NamedTuple):
-    """Of the ``entries`` that move in float32, ``moved`` have moved in half. ``wanted`` is the sum of squares of the
-    float32 movement, and ``made`` its product with the movement in half."""
-
-    entries: float
-    moved: float
-    wanted: float
-    made: float
+        entries, moved, wanted, made = torch.stack([one.double() for one in sums]).tolist()
+        if not wanted:
+            return None
+        return KeptAverage(
+            name,
+            kind,
+            str(self.last.given.dtype).removeprefix("torch."),
+            decay=round(self.last.decay, 6),
+            steps=self.steps,
+            entries=int(entries),
+            moved=int(moved),
+            lost=round(min(1.0, max(0.0, 1.0 - made / wanted)), 4),
+            way=wanted,
+            first_decay=round(self.first.decay, 6),
+        )
 
 
 class Averages:
@@ -276,15 +282,12 @@ class Averages:
         trace = AverageTrace(shapes, set(map(storage_of, (*self._trained.values(), *own))))
         if self._find_candidates(trace):
             self._thread, self._trace = threading.get_ident(), trace
-            self._name(parameters)
+            whole = {id(one): one.shape for one in parameters}
+            if whole.keys() - self._names.keys():
+                found = self._names_of(whole)
+                self._names = {key: found.get(key, ("a parameter", "other weights")) for key in whole} | self._names
             trace.__enter__()
             self._stretch.enter_context(replaced(torch.nn.Module, "__call__", self._ending))
-
-    def _name(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Look up the names of new parameters."""
-        shapes = {id(one): one.shape for one in parameters}
-        found = self._names_of(shapes) if shapes.keys() - self._names.keys() else {}
-        self._names = {key: found.get(key, ("a parameter", "other weights")) for key in shapes} | self._names
 
     def _find_candidates(self, trace: AverageTrace) -> bool:
         """True if any tensor of this process can be an average."""
@@ -339,19 +342,5 @@ class Averages:
     @property
     def seen(self) -> tuple[KeptAverage, ...]:
         """The averages that would have moved in float32."""
-        followed = ((of, one, one.movement) for of, one in self._kept.items() if one.steps)
-        return tuple(
-            KeptAverage(
-                *self._names[of],
-                str(one.last.given.dtype).removeprefix("torch."),
-                decay=round(one.last.decay, 6),
-                steps=one.steps,
-                entries=int(movement.entries),
-                moved=int(movement.moved),
-                lost=round(min(1.0, max(0.0, 1.0 - movement.made / movement.wanted)), 4),
-                way=movement.wanted,
-                first_decay=round(one.first.decay, 6),
-            )
-            for of, one, movement in followed
-            if movement.wanted
-        )
+        kept = (one.kept(*self._names[of]) for of, one in self._kept.items() if one.steps)
+        return tuple(one for one in kept if one is not None)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.probes.averages import sampling_stride
+from ampdbg.probes.averages import is_dense, sample_of
 from ampdbg.probes.dtype_contract import MASTERS, OTHERS
-from ampdbg.probes.tensors import HALVES, stored
+from ampdbg.probes.tensors import HALVES
 from ampdbg.record.run import StillParameter
 
 LEAST_STEPS = 32
@@ -155,7 +155,7 @@ class StillValues:
 
     def _look(self, optimizer: Optimizer, group: int, names: FindNames) -> None:
         rate, placed = self._rates.get(group, 0.0), enumerate(optimizer.param_groups[group]["params"])
-        half = {place: one for place, one in placed if one.dtype in HALVES and has_dense_gradient(one)}
+        half = {place: one for place, one in placed if one.dtype in HALVES and is_dense(one.grad)}
         known = names() if any(id(one) not in self._sampled for one in half.values()) else {}
         for place, parameter in half.items():
             now, state = sample_of(parameter), optimizer.state.get(parameter, {})
@@ -182,14 +182,3 @@ class StillValues:
     def names(self) -> set[str]:
         """The names of the half parameters that have had a gradient."""
         return {one.name for one in self._sampled.values()}
-
-
-def has_dense_gradient(parameter: torch.Tensor) -> bool:
-    """True if the parameter has a gradient that stores a value for each value of the parameter."""
-    return parameter.grad is not None and parameter.grad.layout is torch.strided
-
-
-def sample_of(tensor: Any) -> torch.Tensor:
-    """Return some values of a tensor, always at the same positions."""
-    values = stored(tensor.detach()).flatten()
-    return values[:: sampling_stride(tensor.ndim, len(values))]

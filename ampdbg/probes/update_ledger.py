@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
-from ampdbg.probes.averages import Averages, sampling_stride
+from ampdbg.probes.averages import Averages, is_dense, sample_of
 from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
 from ampdbg.probes.models import Models
 from ampdbg.probes.seams import is_captured
@@ -182,11 +182,10 @@ class SampledParameter(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sampled half parameter: every ``stride``-th of its ``size`` values, ``entries`` values in total."""
+    """A sampled half parameter: ``entries`` of its ``size`` values."""
 
     name: str
     kind: str
-    stride: int
     entries: int
     size: int
 
@@ -239,7 +238,7 @@ class SampledRow:
         self.optimizer, self.group = optimizer, group
         self.members, self.parameters = zip(*alike, strict=True)
         self.key = tuple(map(id, self.parameters))
-        self._start = self._last = self._read(self.parameters)
+        self._start = self._last = _samples(self.parameters)
         self.master = self._start.float()
         self._origin, self._gradient = self.master.clone(), self.master
         counts = torch.tensor([one.entries for one in self.members])
@@ -252,33 +251,29 @@ class SampledRow:
         self._began_second = self.states.get(SECOND_MOMENT, torch.zeros_like(self.master)).clone()
         self._steps = 0
 
-    def _read(self, tensors: Iterable[Any]) -> torch.Tensor:
-        pairs = zip(tensors, self.members, strict=True)
-        return torch.cat([stored(tensor.detach()).flatten()[:: one.stride] for tensor, one in pairs])
-
     def _state(self, key: str) -> Any:
         """Return the optimizer's state of the entries for this key, in float32. Step counts are in main memory."""
         values = [self.optimizer.state[one][key] for one in self.parameters]
         if not isinstance(values[0], torch.Tensor):
             return values[0]
         if key != "step" and values[0].shape == self.parameters[0].shape:
-            return self._read(values).float()
+            return _samples(values).float()
         return values[0].detach().clone().cpu()
 
     def before(self) -> None:
         """Read weights and gradients right before a step, so that the master can be stepped."""
-        self._start = self._read(self.parameters)
+        self._start = _samples(self.parameters)
         self._foreign |= self._is_rewritten(self._start)
-        self._gradient = self.master.grad = self._read([one.grad for one in self.parameters]).float()
+        self._gradient = self.master.grad = _samples(one.grad for one in self.parameters).float()
         self._previous = self.master.clone()
 
     def written(self) -> None:
         """Read the weights right after the step; a later difference is not the optimizer's."""
-        self._last = self._read(self.parameters)
+        self._last = _samples(self.parameters)
 
     def is_rewritten(self) -> torch.Tensor:
         """Return a bool tensor: True if any entry has been written since the step."""
-        return self._is_rewritten(self._read(self.parameters)).any()
+        return self._is_rewritten(_samples(self.parameters)).any()
 
     def _is_rewritten(self, now: torch.Tensor) -> torch.Tensor:
         return now.view(torch.int16) != self._last.view(torch.int16)  # compare bits, so that NaN equals NaN
@@ -317,7 +312,7 @@ class SampledRow:
 
         def add(index: int, gradient: torch.Tensor) -> None:
             if is_in_a_pass():
-                values = stored(gradient.detach()).flatten()[:: self.members[index].stride].float()
+                values = sample_of(gradient).float()
                 parts[index][0].add_(values)
                 parts[index][1].copy_((parts[index][1] + values).to(self._last.dtype))
 
@@ -384,6 +379,10 @@ class SampledRow:
     def _by_parameter(self, lines: Sequence[torch.Tensor]) -> torch.Tensor:
         stacked = torch.stack([line.double() for line in lines])
         return stacked.new_zeros(len(stacked), len(self.members)).index_add_(1, self._owners, stacked)
+
+
+def _samples(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([sample_of(tensor) for tensor in tensors])
 
 
 class UpdateWindow:
@@ -738,11 +737,11 @@ def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterato
     for index, group in enumerate(optimizer.param_groups):
         alike: dict[Any, list[tuple[Sample, Any]]] = {}
         for place, parameter in enumerate(group["params"]):
-            gradient, state = parameter.grad, optimizer.state.get(parameter, {})
-            size = 0 if gradient is None or gradient.layout is not torch.strided else stored(parameter.detach()).numel()
-            if size and parameter.dtype in HALVES and not parameter.is_meta:
-                stride = sampling_stride(parameter.ndim, size)
-                name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
-                key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)))
-                alike.setdefault(key, []).append((Sample(name, kind, stride, -(-size // stride), size), parameter))
+            if parameter.dtype not in HALVES or parameter.is_meta or not is_dense(parameter.grad):
+                continue
+            state, size = optimizer.state.get(parameter, {}), stored(parameter.detach()).numel()
+            name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
+            key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)))
+            if size:
+                alike.setdefault(key, []).append((Sample(name, kind, len(sample_of(parameter)), size), parameter))
         yield from (SampledRow(optimizer, group, members) for members in alike.values())
