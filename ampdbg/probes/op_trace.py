@@ -80,12 +80,6 @@ def traits_of(op: Any) -> OpTraits:
     )
 
 
-def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
-    """Return the plain numbers that the op takes as values."""
-    values = (_argument(position, name, args, kwargs) for position, name in traits.numeric)
-    return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-
-
 def with_tensor_arguments(traits: OpTraits, args: Sequence[Any]) -> Sequence[Any]:
     """Return the arguments, with tensors for numbers that the op does not take. If TorchScript made a tensor from a
     number, torch passes the number to a dispatch mode."""
@@ -169,7 +163,8 @@ class OpSeen:
 
 
 class PlacedOps(TorchDispatchMode):
-    """A dispatch mode that finds the place of every op; subclasses decide what to measure there.
+    """A dispatch mode that finds the place of every op from the running module, the Python stack and the running
+    autograd node. Subclasses decide what to measure there.
 
     Views compute nothing and are skipped. So are ops that only allocate memory, which holds arbitrary values.
     """
@@ -178,7 +173,13 @@ class PlacedOps(TorchDispatchMode):
         super().__init__()
         self.known = KnownMagnitudes()
         self.makers = HalfMakers()
-        self._places = _Places(model, paths)
+        self.is_inner_backward = False
+        """True while ``autograd.grad`` runs outside the loss's backward pass."""
+        self._paths = paths
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._by_node: dict[int, OpPlace] = {}
+        self._newest: int = _next_sequence_number() - 1
+        self._last = OpPlace("forward", *OUTSIDE, None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -194,7 +195,7 @@ class PlacedOps(TorchDispatchMode):
         traits = traits_of(op)
         args = with_tensor_arguments(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
-        place, parameter = self._places.of_op(given)
+        place, parameter = self._place_of_op(given)
         if parameter:
             self.added_to_a_gradient(given)
         if traits.is_view:
@@ -203,7 +204,9 @@ class PlacedOps(TorchDispatchMode):
         if traits.overwrites:
             given = [tensor for tensor in given if not any(tensor is target for target in written)]
         # Measure the inputs first, since the op may write into one.
-        before = self.before(traits, given, numbers_in(traits, args, kwargs))
+        values = (_argument(position, name, args, kwargs) for position, name in traits.numeric)
+        numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
+        before = self.before(traits, given, numbers)
         output = self.run(op, args, kwargs, written)
         made = tensors_in(output) or written
         for tensor in (*written, *made):
@@ -213,20 +216,45 @@ class PlacedOps(TorchDispatchMode):
             self.after(traits, place, parameter, before, made)
         return output
 
-    @property
-    def is_inner_backward(self) -> bool:
-        """True while ``autograd.grad`` runs outside the loss's backward pass."""
-        return self._places.is_inner_backward
+    def _place_of_op(self, given: Sequence[torch.Tensor]) -> tuple[OpPlace, str]:
+        """Return the place of the op about to run on ``given``, and the parameter whose gradient it accumulates."""
+        node: Any = torch._C._current_autograd_node()  # None outside a backward pass
+        parameter, line = "", innermost_line()
+        # Inside a backward pass, gradients are enabled only in a recomputed forward pass.
+        if node is None or (line is not None and torch.is_grad_enabled()):
+            place = OpPlace("forward", *self._paths.current, line)
+        else:
+            parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
+            phase: OpPhase = "forward" if self.is_inner_backward else "backward"
+            unknown = OpPlace(phase, parameter.rpartition(".")[0], 0, line)
+            made_by = self._by_node.get(node._sequence_nr(), unknown)
+            place = OpPlace(phase, made_by.module, made_by.call, line or made_by.line)
+        self._claim_new_nodes(place, given)
+        return place, parameter
+
+    def _claim_new_nodes(self, place: OpPlace, given: Sequence[torch.Tensor]) -> None:
+        """Assign the autograd nodes created since the last op to the place of their op.
+
+        The newest node is this op's own if the op can have one. Without gradients it belongs to the custom Function in
+        its forward. Older nodes were created after the last op, as by in-place writes into views.
+        """
+        newest = _next_sequence_number() - 1
+        if newest > self._newest:
+            has_own = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in given)
+            self._by_node |= dict.fromkeys(range(self._newest + 1, newest), self._last)
+            self._by_node[newest] = place if has_own else self._last
+            self._newest = newest
+        self._last = place
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a torch function, and note a pass of ``autograd.grad``: it accumulates into no parameter."""
         is_grad = seam == "engine" and not kwargs.get("accumulate_grad", True)
         starts = is_grad and torch._C._current_graph_task_id() == -1
-        self._places.is_inner_backward |= starts
+        self.is_inner_backward |= starts
         try:
             return original(*args, **kwargs)
         finally:
-            self._places.is_inner_backward &= not starts
+            self.is_inner_backward &= not starts
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Run one op, which writes the tensors ``written``."""
@@ -286,53 +314,6 @@ def placed(model: torch.nn.Module, kind: Callable[[torch.nn.Module, ModulePaths]
     """
     with run_eagerly(), module_paths(model) as paths, kind(model, paths) as trace, attached(trace.around):
         yield trace
-
-
-class _Places:
-    """Finds the place of each op from the running module, the Python stack and the running autograd node."""
-
-    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
-        self.is_inner_backward = False
-        self._paths = paths
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._by_node: dict[int, OpPlace] = {}
-        self._newest: int = _next_sequence_number() - 1
-        self._last = OpPlace("forward", *OUTSIDE, None)
-
-    def of_op(self, given: Sequence[torch.Tensor]) -> tuple[OpPlace, str]:
-        """Return the place of the op about to run on ``given``, and the parameter whose gradient it accumulates."""
-        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
-        parameter, line = "", innermost_line()
-        # Inside a backward pass, gradients are enabled only in a recomputed forward pass.
-        if node is None or (line is not None and torch.is_grad_enabled()):
-            place = OpPlace("forward", *self._paths.current, line)
-        else:
-            parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
-            place = self._of_backward_op(node, parameter, line)
-            place = place._replace(phase="forward") if self.is_inner_backward else place
-        self._claim_new_nodes(place, given)
-        return place, parameter
-
-    def _of_backward_op(self, node: Any, parameter: str, own_line: Line | None) -> OpPlace:
-        made_by = self._by_node.get(node._sequence_nr())
-        if made_by is None:
-            return OpPlace("backward", parameter.rpartition(".")[0], 0, own_line)
-        return OpPlace("backward", made_by.module, made_by.call, own_line or made_by.line)
-
-    def _claim_new_nodes(self, place: OpPlace, given: Sequence[torch.Tensor]) -> None:
-        """Assign the autograd nodes created since the last op to the place of their op.
-
-        The newest node is this op's own if the op can have one. Without gradients it belongs to the custom Function in
-        its forward. Older nodes were created after the last op, as by in-place writes into views.
-        """
-        newest = _next_sequence_number() - 1
-        if newest > self._newest:
-            has_own = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in given)
-            for number in range(self._newest + 1, newest):
-                self._by_node[number] = self._last
-            self._by_node[newest] = place if has_own else self._last
-            self._newest = newest
-        self._last = place
 
 
 class HalfMakers:
