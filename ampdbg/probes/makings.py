@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from operator import attrgetter
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -46,24 +45,17 @@ class Construction:
     path: str = ""
 
 
-@dataclass(frozen=True)
-class _Caller:
-    """A frame of the user's code, with the modules among its arguments and the modules that its names refer to."""
+class _Caller(NamedTuple):
+    """A frame of the user's code: its file and line, the modules among its arguments, and those that its names mean."""
 
-    file: str
-    line: int
+    at: tuple[str, int]
     given: tuple[weakref.ref[nn.Module], ...]
     known: tuple[tuple[str, weakref.ref[nn.Module]], ...]
 
-    @property
-    def at(self) -> tuple[str, int]:
-        """The file and the line."""
-        return self.file, self.line
 
-
-@dataclass(frozen=True)
-class _Event:
-    """A registration of a parameter or ``module`` in a module; ``callers`` are the user's frames, innermost first."""
+class _Event(NamedTuple):
+    """A registration of a parameter or ``module`` in a module; ``callers`` are the user's frames, innermost first.
+    Events are ordered by their ``number``, which is unique."""
 
     number: int
     callers: tuple[_Caller, ...]
@@ -105,28 +97,26 @@ class Constructions:
 
     def lines_apart(self, models: Sequence[nn.Module]) -> tuple[tuple[str, int], ...]:
         """Return the lines that build the models, at the innermost call where all differ; empty if there is none."""
-        calls = [tuple(self._calls_that_make(model)) for model in models]
+        calls = [self._outside_at_first(model) for model in models]
         lines = (tuple(call.at for call in same) for same in zip(*calls, strict=False))
         return next((found for found in lines if len(set(found)) == len(models)), ())
 
-    def _calls_that_make(self, model: nn.Module) -> Iterator[_Caller]:
+    def _outside_at_first(self, model: nn.Module) -> list[_Caller]:
         """Return the callers of the model's first registration, innermost first, without the model's own methods."""
-        first = min(self._of(model).values(), key=_number_of, default=None)
-        return iter(()) if first is None else _outside(first, model)
+        return [*_outside(min(self._of(model).values()), model)] if self._of(model) else []
 
     def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Construction | None:
         events = [event for pin in pins for event in self._leading_to(pin.removesuffix(OWN), model)]
-        own = self._of(model).values()
         # Copied modules, such as the layers of nn.Transformer, have no event.
-        last = max((event for event in events if event is not None), key=_number_of, default=None)
-        if not own or last is None:
+        last = max((event for event in events if event is not None), default=None)
+        if not self._of(model) or last is None:
             return None
-        begun = next(iter(_outside(min(own, key=_number_of), model)), None)
+        begun = [caller.at for caller in self._outside_at_first(model)[:1]]
         # If a config names the model's class, ampdbg creates the model: then only its methods are user code.
-        for caller in _outside(last, model) if begun is not None else reversed(last.callers):
+        for caller in _outside(last, model) if begun else reversed(last.callers):
             known = tuple(name for name, held in caller.known if held() is model)
-            if known or (begun is not None and caller.at == begun.at):
-                return Construction(caller.file, caller.line, known, self._is_wrapped(model, caller))
+            if known or caller.at in begun:
+                return Construction(*caller.at, known, self._is_wrapped(model, caller))
         return None
 
     def _is_wrapped(self, model: nn.Module, by: _Caller) -> bool:
@@ -148,15 +138,10 @@ class Constructions:
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
         with contextlib.suppress(Exception):  # no object of the script may stop it
-            if callers := _callers(sys._getframe(1)):
-                self._note(module, name, value, callers)
-
-    def _note(self, module: nn.Module, name: str, value: Any, callers: tuple[_Caller, ...]) -> None:
-        held = weakref.ref(value) if isinstance(value, nn.Module) else None
-        self._events.setdefault(module, {})[name] = _Event(next(self._numbers), callers, held)
-
-
-_number_of = attrgetter("number")
+            callers = _callers(sys._getframe(1))
+            held = weakref.ref(value) if isinstance(value, nn.Module) else None
+            if callers:
+                self._events.setdefault(module, {})[name] = _Event(next(self._numbers), callers, held)
 
 
 def _outside(event: _Event, model: nn.Module) -> Iterator[_Caller]:
@@ -180,8 +165,7 @@ def _caller(frame: FrameType) -> _Caller:
         own = _modules_in(getattr(values.get(parameters[0]), "__dict__", None))
         known |= {f"{parameters[0]}.{name}": value for name, value in own}
     return _Caller(
-        code.co_filename,
-        frame.f_lineno,
+        (code.co_filename, frame.f_lineno),
         tuple(weakref.ref(known[name]) for name in parameters if name in known),
         tuple((name, weakref.ref(value)) for name, value in known.items()),
     )
