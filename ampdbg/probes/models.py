@@ -131,7 +131,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def outermost_owners(parameters: set[int]) -> list[nn.Module]:
     """Return the modules that own any of the parameters, given by ``id``, and are not inside another module."""
     modules = live_in_process(nn.Module)
-    inner = {id(child) for module in modules for child in _children(module)}
+    # _modules is missing until nn.Module's __init__ has run
+    inner = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     roots = [module for module in modules if id(module) not in inner]
     return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
 
@@ -162,11 +163,6 @@ def _without_superseded(roots: list[nn.Module], trained: set[int], called: Itera
         left_out |= {id(root)} if own <= covered else set()
         covered |= own if latest[id(root)] >= 0 else set()
     return [root for root in roots if id(root) not in left_out]
-
-
-def _children(module: nn.Module) -> list[nn.Module]:
-    held = vars(module).get("_modules") or {}  # missing until nn.Module's __init__ has run
-    return [child for child in held.values() if child is not None]
 
 
 def is_global_of_script(name: str, model: nn.Module) -> bool:

@@ -7,7 +7,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -202,9 +201,6 @@ def is_finite_scalar(norm: Scalar | None) -> bool:
     return norm is None or math.isfinite(norm)
 
 
-_SEAM = itemgetter(0)
-
-
 class Loop(threading.local):
     """The state of each thread's training loop; threads may train different models at the same time.
 
@@ -266,4 +262,4 @@ class Loop(threading.local):
 
     def is_inside(self, name: str) -> bool:
         """True if a call of this seam is under way."""
-        return name in map(_SEAM, self.inside)
+        return any(seam == name for seam, _ in self.inside)

@@ -133,6 +133,28 @@ def _caller_of(file: str, line: int) -> FrameType | None:
     return next((frame for frame in that_led_there if not is_ampdbgs(frame)), None)
 
 
+class _Thread(threading.local):
+    pauses = 0
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Pause every watch in this thread, for work outside any loop, such as a replay."""
+    _thread.pauses += 1
+    try:
+        yield
+    finally:
+        _thread.pauses -= 1
+
+
+def is_unwatched() -> bool:
+    """True if watches are paused in this thread."""
+    return _thread.pauses > 0
+
+
 _dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 _FAKE, _PROXY = _KEYS.FAKE, _KEYS.PROXY
 _tracing_state, _is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling

@@ -35,8 +35,7 @@ from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled
 from ampdbg.probes.models import Models, live_in_process, outermost_owners
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
-from ampdbg.probes.pause import is_unwatched, unwatched
-from ampdbg.probes.seams import Seam, are_meta, attached, is_in_backward, is_tracing
+from ampdbg.probes.seams import Seam, are_meta, attached, is_in_backward, is_tracing, is_unwatched, unwatched
 from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around, steps_under_way
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar, scalar_of, tensors_in

@@ -17,7 +17,7 @@ import torch
 
 from ampdbg.probes.draws import Draws
 from ampdbg.probes.module_calls import run_eagerly
-from ampdbg.probes.pause import unwatched
+from ampdbg.probes.seams import unwatched
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import duplicate
