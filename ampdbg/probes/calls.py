@@ -99,7 +99,7 @@ class Calls:
 
     def rewritten(self) -> tuple[int, ...]:
         """Return the places of optimizers with gradients cleared or written outside the recorded calls."""
-        return self._rewritten(self._marks_now())
+        return tuple(place for place, marks in enumerate(self._marks) if marks.are_rewritten())
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
         """Record a scaler call that takes no optimizer."""
@@ -182,13 +182,13 @@ class Calls:
             halves = ()
         is_plain = not scaler and self._is_plain(roots, starts)
         devices = [root.device.type for root in roots if isinstance(root, torch.Tensor)]
-        in_autocast, before = any(map(is_autocast_enabled, devices[:1])), self._marks_now()
-        rewritten = self._rewritten(before)
+        in_autocast, before = any(map(is_autocast_enabled, devices[:1])), [marks.now() for marks in self._marks]
+        rewritten = self.rewritten()
         filled = self._filled(rewritten) if scaler else ()
         originals = [(place, marks, marks.now()) for place, (_, marks) in self._originals.items()]
         # A script that adds gradients of originals to those of its copies, and clears the originals', gives up no pass.
         moved = {place for place in rewritten if place in self._originals and any(before[place])}
-        cleared = [place for place, marks, state in originals if marks.are_rewritten(state)]
+        cleared = [place for place, marks, _ in originals if marks.are_rewritten()]
         try:
             result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
@@ -268,14 +268,6 @@ class Calls:
         elif len(self._found) < MISUSES_KEPT:
             self._found[key] = Misuse(hit.code, hit.call.step, 1, source_if_known(line), raised)
 
-    def _marks_now(self) -> list[Marks]:
-        return [marks.now() for marks in self._marks]
-
-    def _rewritten(self, now: Sequence[Marks]) -> tuple[int, ...]:
-        """Return the places of optimizers with gradients cleared or written since the last recorded call."""
-        pairs = enumerate(zip(self._marks, now, strict=False))
-        return tuple(place for place, (marks, state) in pairs if marks.are_rewritten(state))
-
     def _filled(self, rewritten: Sequence[int]) -> tuple[int, ...]:
         """Return the optimizers in :attr:`CallOrder.doubtful` with gradients that a step used and nothing cleared."""
         used = (place for place in tuple(self._order.doubtful) if self._order.gradients[place].used)
@@ -308,8 +300,7 @@ class Calls:
 
     def _actor(self, number: int) -> Any:
         """Return the scaler or scheduler with this number; None for 0, and after it was deleted."""
-        alive = self._actors.get(number)
-        return None if alive is None else alive()
+        return self._actors.get(number, lambda: None)()
 
 
 @lru_cache(maxsize=64)
@@ -330,7 +321,10 @@ class GradientMarks:
     """The current and the last recorded state of a sample of one optimizer's gradients."""
 
     def __init__(self, optimizer: Stepped) -> None:
-        self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
+        parameters = stepped_by(optimizer)
+        # A discriminator is frozen while its generator trains, which may be when ampdbg finds the optimizers.
+        trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
+        self._parameters = tuple(map(weakref.ref, trained[:: max(1, -(-len(trained) // SAMPLE))]))
         self.noted = self.now()
         """The state last recorded."""
         self._is_cleared_unseen = False
@@ -355,8 +349,9 @@ class GradientMarks:
         """Record the current state."""
         self.noted = self.now()
 
-    def are_rewritten(self, now: Marks) -> bool:
-        """True if the gradients were cleared or written between the last record and ``now``."""
+    def are_rewritten(self) -> bool:
+        """True if the gradients were cleared or written since the last record."""
+        now = self.now()
         return now != self.noted or not any(now)
 
     def are_cleared(self) -> bool:
@@ -370,10 +365,3 @@ class GradientMarks:
     def have_grown(self, before: Marks) -> bool:
         """True if any gradient that existed in ``before`` was written since, as by accumulation."""
         return any(old is not None and old != new for old, new in zip(before, self.noted, strict=True))
-
-
-def _sample(optimizer: Stepped) -> tuple[torch.Tensor, ...]:
-    parameters = stepped_by(optimizer)
-    # A discriminator is frozen while its generator trains, which may be when ampdbg finds the optimizers.
-    trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
-    return tuple(trained[:: max(1, -(-len(trained) // SAMPLE))])
