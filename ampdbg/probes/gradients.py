@@ -141,13 +141,12 @@ class Measures:
         flags = scaler._found_inf_per_device(optimizer).values()
         are_read = all(map(is_at_hand, flags))
         if not are_read or (flags and not any(flag.item() for flag in flags)):
-            each = gradient_norms(optimizer) if may_change and not are_read else None
-            self._known(optimizer)[id(optimizer)] = Gradients(each=each)
+            self._keep(optimizer, Gradients(each=gradient_norms(optimizer) if may_change and not are_read else None))
 
     def before_kernel(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """Measure gradients before a step whose kernel unscales them, as of a fused optimizer."""
         if not self._wants_norm:
-            self._known(optimizer)[id(optimizer)] = Gradients()
+            self._keep(optimizer, Gradients())
         self.take(optimizer, divisor, may_change=False)
 
     def before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -161,14 +160,13 @@ class Measures:
     def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
         """Measure the current gradients, unless this step has done so. On a GPU this does not sync: if they
         ``may_change`` before the norm is read, the largest magnitude of each is kept."""
-        is_to_be_looked_at = optimizer in self._optimizers and id(optimizer) not in self._known(optimizer)
-        norm = gradient_norm(optimizer, divisor) if is_to_be_looked_at else None
+        is_new = optimizer in self._optimizers and self._known(optimizer) is None
+        norm = gradient_norm(optimizer, divisor) if is_new else None
         if isinstance(norm, torch.Tensor):
             each = gradient_norms(optimizer) if may_change else None
-            self._known(optimizer)[id(optimizer)] = Gradients(norm, each, is_early=is_early)
+            self._keep(optimizer, Gradients(norm, each, is_early=is_early))
         elif norm is not None:
-            groups = self._groups(optimizer, norm)
-            self._known(optimizer)[id(optimizer)] = Gradients(norm, groups=groups, is_early=is_early)
+            self._keep(optimizer, Gradients(norm, groups=self._groups(optimizer, norm), is_early=is_early))
 
     def after_backward(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
         """Measure gradients after a backward pass, if the loop itself may withhold the step. ``wrote`` holds the places
@@ -180,18 +178,18 @@ class Measures:
 
     def are_finite(self, optimizer: Optimizer) -> bool:
         """True unless measured gradients of the optimizer are not finite. On a GPU this syncs."""
-        known = self._known(optimizer).get(id(optimizer))
+        known = self._known(optimizer)
         return known is None or is_finite_scalar(known.norm)
 
     def after_withheld_step(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """Measure gradients after a scaler withheld the step, if its own check had replaced the measurement."""
-        known = self._known(optimizer).get(id(optimizer))
+        known = self._known(optimizer)
         if known is not None and known.norm is None:
             known.norm = gradient_norm(optimizer, divisor) if known.each is None else known.each[1].amax()
 
     def note_groups(self, optimizer: Optimizer) -> None:
         """Add the parameter groups with non-finite gradients to the step."""
-        known = self._known(optimizer).get(id(optimizer), Gradients())
+        known = self._known(optimizer) or Gradients()
         groups = self._optimizers.nonfinite_groups(optimizer, known.each) if known.groups is None else known.groups
         self._step_of(optimizer).groups += groups
 
@@ -210,16 +208,16 @@ class Measures:
     def read(self, optimizer: Optimizer, others: Sequence[Scalar] = ()) -> list[float]:
         """Copy the losses, the norm of the optimizer's gradients and ``others`` to the host. Return the values of
         ``others``. On a GPU this syncs once."""
-        step, known = self._step_of(optimizer), self._known(optimizer).get(id(optimizer), Gradients())
-        norms = [] if known.norm is None else [known.norm]
-        values = to_host([*norms, *step.backward_losses, *others])
-        for known.norm in values[: len(norms)]:
-            known.groups = (
-                self._groups(optimizer, known.norm) if known.each is None and known.groups is None else known.groups
-            )
-        first, behind = len(norms), len(norms) + len(step.backward_losses)
-        step.backward_losses, step.mark = list[Scalar](values[first:behind]), None
-        return values[behind:]
+        step, known = self._step_of(optimizer), self._known(optimizer)
+        behind = len(step.backward_losses)
+        norms = [known.norm] if known is not None and known.norm is not None else []
+        values = to_host([*step.backward_losses, *norms, *others])
+        step.backward_losses, step.mark = list[Scalar](values[:behind]), None
+        if known is not None and norms:
+            known.norm = values[behind]
+            if known.each is None and known.groups is None:
+                known.groups = self._groups(optimizer, values[behind])
+        return values[behind + len(norms) :]
 
     def _groups(self, optimizer: Optimizer, norm: float) -> tuple[GroupOverflow, ...] | None:
         """Return the groups with non-finite gradients; None if the norm is finite."""
@@ -228,8 +226,11 @@ class Measures:
     def _step_of(self, optimizer: Optimizer) -> OpenStep:
         return self._loop.step_of(self._calls.place_of(optimizer))
 
-    def _known(self, optimizer: Optimizer) -> dict[int, Gradients]:
-        return self._step_of(optimizer).gradients
+    def _known(self, optimizer: Optimizer) -> Gradients | None:
+        return self._step_of(optimizer).gradients.get(id(optimizer))
+
+    def _keep(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        self._step_of(optimizer).gradients[id(optimizer)] = gradients
 
     @property
     def _wants_norm(self) -> bool:
