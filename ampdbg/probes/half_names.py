@@ -65,7 +65,11 @@ class CallNames:
             self._read[file] = _read_in(file)
         first, expressions = self._read[file].get(frame.f_lineno, (0, {}))
         for text, node in expressions.items():
-            _note(self.seen.setdefault((file, first), LineNames()), text, node, frame)
+            names = self.seen.setdefault((file, first), LineNames())
+            with contextlib.suppress(Exception):  # the name has no value yet, or the attribute raises
+                value = _value_of(node, frame)
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    (names.half if value.dtype in HALVES else names.full)[text] = None
 
 
 @contextlib.contextmanager
@@ -102,16 +106,6 @@ def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
         if isinstance(node, _PLAIN) and node.lineno in read:  # else it is a decorator at module level
             read[node.lineno][1][ast.unparse(node)] = node
     return read
-
-
-def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None:
-    try:
-        value = _value_of(node, frame)
-    except Exception:  # noqa: BLE001
-        # The name has no value yet, or the attribute raises.
-        return
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        (names.half if value.dtype in HALVES else names.full)[text] = None
 
 
 def _value_of(node: ast.expr, frame: FrameType) -> Any:

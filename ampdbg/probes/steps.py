@@ -181,38 +181,31 @@ class StepLog:
         buffers that were overwritten with finite values since, such as a queue."""
         self._read()
         with self._changing:
-            self._look_back()
-
-    def _look_back(self) -> None:
-        if self._steps:
-            self._steps[-1] = self._with_bad_tensors(self._steps[-1])
-        if any(counts.kind == "buffer" for step in self._steps for counts in step.nonfinite):
-            healed = {name for name, _ in self._model.named_buffers()}  # a freed model shows nothing
-            healed -= {counts.name for counts in nonfinite_in_model(self._model)}
-            self._steps = [_but_for(healed, step) for step in self._steps]
+            self._steps[-1:] = map(self._with_bad_tensors, self._steps[-1:])
+            if any(counts.kind == "buffer" for step in self._steps for counts in step.nonfinite):
+                healed = {name for name, _ in self._model.named_buffers()}  # a freed model shows nothing
+                healed -= {counts.name for counts in nonfinite_in_model(self._model)}
+                self._steps = [_but_for(healed, step) for step in self._steps]
 
     def _read(self) -> None:
         """Turn the unread steps into Steps, with one transfer for all steps."""
         with self._changing:
             unread, self._unread = self._unread, []
             values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
-            made = [self._taken(self._step_of(step, values)) for step in unread]
+            made = [self._taken(step, values) for step in unread]
         if self._on_step is not None:
             for step in made:
                 self._on_step(step)
-
-    def _step_of(self, ended: OpenStep, values: Iterator[float]) -> Step:
-        step = ended.to_step(self.closed(), self._iteration, values, has_own_scale=self.has_own_scale)
-        self.has_own_scale |= step.scale != 1.0 and not step.scaler
-        return step
 
     def _iteration(self, optimizer: int) -> int:
         """Return how many steps of an optimizer have been read."""
         latest = self._latest.get(optimizer)
         return 0 if latest is None else latest.iteration + 1
 
-    def _taken(self, step: Step) -> Step:
-        """Complete a step that was read, log it to the journal, and keep it."""
+    def _taken(self, ended: OpenStep, values: Iterator[float]) -> Step:
+        """Complete a step from its numbers, log it to the journal, and keep it."""
+        step = ended.to_step(self.closed(), self._iteration, values, has_own_scale=self.has_own_scale)
+        self.has_own_scale |= step.scale != 1.0 and not step.scaler
         if step.skipped or not math.isfinite(step.loss):
             step = self._with_bad_tensors(step)
         step = self._with_few_groups(step)
@@ -241,16 +234,17 @@ class StepLog:
             self._stride *= 2
         while len(self._informative - self._listed) > MOST_INFORMATIVE:
             self._stretches *= 2
-            self._informative = {number for number in self._informative if self._is_told(number, last)}
+            self._informative = {
+                number
+                for number in self._informative
+                if _is_at_end(number, last) or number in self._listed or number // STRETCH % self._stretches == 0
+            }
         every, self._steps = self._steps, [kept for kept in self._steps if self._stays(kept.step, last)]
         self._room = max(MOST_STEPS, 2 * len(self._steps))
         stay = {step.step for step in self._steps}
         self.left_out = self.left_out.and_these([step for step in every if step.step not in stay])
         if self.journal is not None:
             self.journal.thinned(self._steps)
-
-    def _is_told(self, number: int, last: int) -> bool:
-        return _is_at_end(number, last) or number in self._listed or number // STRETCH % self._stretches == 0
 
     def _stays(self, number: int, last: int) -> bool:
         beside = min(len(self._latest), MOST_TURNS)  # covers the previous and next step of the same optimizer

@@ -240,7 +240,7 @@ class SampledRow:
         self.key = tuple(map(id, self.parameters))
         self._start = self._last = _samples(self.parameters)
         self.master = self._start.float()
-        self._origin, self._gradient = self.master.clone(), self.master
+        self._origin, self.gradient = self.master.clone(), self.master
         counts = torch.tensor([one.entries for one in self.members])
         self._owners = torch.arange(len(counts)).repeat_interleave(counts).to(self.master.device)
         self._path, self._second, self._decay, self._got_decay, *others = self.master.new_zeros(9, len(self.master))
@@ -264,7 +264,7 @@ class SampledRow:
         """Read weights and gradients right before a step, so that the master can be stepped."""
         self._start = _samples(self.parameters)
         self._foreign |= self._is_rewritten(self._start)
-        self._gradient = self.master.grad = _samples(one.grad for one in self.parameters).float()
+        self.gradient = self.master.grad = _samples(one.grad for one in self.parameters).float()
         self._previous = self.master.clone()
 
     def written(self) -> None:
@@ -284,12 +284,12 @@ class SampledRow:
         self._foreign |= is_rewritten.to(self._foreign.device)
         start, update = self._start.float(), self.master - self._previous
         self._path += update.abs()
-        self._descent.addcmul_(update, self._gradient, value=-1.0)
-        self._got_descent.addcmul_(self._last - start, self._gradient, value=-1.0)
+        self._descent.addcmul_(update, self.gradient, value=-1.0)
+        self._got_descent.addcmul_(self._last - start, self.gradient, value=-1.0)
         self._still += self._last == self._start
         self._note_decay(start, update)
         if self._beta:
-            self._second.mul_(self._beta).addcmul_(self._gradient, self._gradient, value=1.0 - self._beta)
+            self._second.mul_(self._beta).addcmul_(self.gradient, self.gradient, value=1.0 - self._beta)
 
     @property
     def _beta(self) -> float:
@@ -323,13 +323,8 @@ class SampledRow:
         """Return the float16 parameters that the last step made inf or NaN, if gradients and masters are finite."""
         if self._last.dtype is not torch.float16 or bool(self._last.isfinite().all()):
             return []
-        is_sound = bool((self._start.isfinite() & self.master.isfinite() & self._gradient.isfinite()).all())
+        is_sound = bool((self._start.isfinite() & self.master.isfinite() & self.gradient.isfinite()).all())
         return [self.members[owner].name for owner in self._owners[~self._last.isfinite()].unique() if is_sound]
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """True if the step had no inf or NaN in these gradients. On a GPU this syncs."""
-        return bool(self._gradient.isfinite().all())
 
     def moments(self, before: Moments | None, step: int) -> Moments:
         """Return the second moments after the window's last step; ``before`` is from the end of the previous window.
@@ -339,7 +334,7 @@ class SampledRow:
         window = self._beta**self._steps
         kept = self._state(SECOND_MOMENT) if self._beta else self._second
         start = self._began_second
-        squares = self._second / (1.0 - window) if self._steps else self._gradient.square()
+        squares = self._second / (1.0 - window) if self._steps else self.gradient.square()
         known = before or Moments(step - self._steps, start, squares, start, start)
         gap = self._beta ** (step - self._steps - known.step)
         both = torch.stack([squares, known.squares])
@@ -486,12 +481,10 @@ class OptimizerLedger:
 
 def _why_not(optimizer: Optimizer) -> str:
     """Return why an optimizer is not sampled, or "" if it is sampled."""
-    kind = type(optimizer)
-    reasons = (
-        (not is_torchs(optimizer.step), "it may round stochastically or keep float32 copies"),
-        (bool(NOT_BY_ENTRY & {one.__name__ for one in kind.__mro__}), "the update of an entry depends on others"),
-    )
-    return next((reason for holds, reason in reasons if holds), "")
+    if not is_torchs(optimizer.step):
+        return "it may round stochastically or keep float32 copies"
+    by_entry = NOT_BY_ENTRY.isdisjoint(one.__name__ for one in type(optimizer).__mro__)
+    return "" if by_entry else "the update of an entry depends on others"
 
 
 class UpdateLedger:
@@ -604,7 +597,7 @@ class UpdateLedger:
             for row in window.rows:
                 row.listen(self.hooks, lambda: self._is_in_a_pass)
         spoilt = tuple(name for row in window.rows for name in row.spoilt())
-        if spoilt and all(row.has_finite_gradients for row in window.rows):
+        if spoilt and all(row.gradient.isfinite().all() for row in window.rows):
             self._spoilt, self._spoilt_step, self._eps = spoilt, step, _vanishing_eps(window.rows)
             book.is_kept, book.window = False, None
         elif window.steps == WINDOW:
@@ -648,10 +641,12 @@ class UpdateLedger:
         if not (half or averages or self._spoilt):
             return None
         total, descent = (Sums.of((Sums(), *(one.whole for one in those))) for those in (known, whole.values()))
-        kinds = {kind: [one for one in known if one.member.kind == kind] for kind in _kinds_of(known)}
+        kinds: dict[str, list[SampledParameter]] = {}
+        for one in known:
+            kinds.setdefault(one.member.kind, []).append(one)
         moments = {name: second for book in self._books.values() for name, second in book.second_moments(names())}
         still = [one for kind in kinds for one in _frozen(kind, whole.values(), descent.descent)]
-        harm = sum(one.whole.harm for one in still)
+        harm, whole_descent = sum(one.whole.harm for one in still), descent.descent or 1.0
         return Updates(
             steps=max((book.sampled for book in self._books.values()), default=0),
             half=half,
@@ -669,8 +664,8 @@ class UpdateLedger:
                 )
                 for one in still
             ),
-            cost=max(0.0, descent.harm, harm) / (descent.descent or 1.0) if len(known) == half else None,
-            cost_of_still=harm / (descent.descent or 1.0) if len(known) == half else None,
+            cost=max(0.0, descent.harm, harm) / whole_descent if len(known) == half else None,
+            cost_of_still=harm / whole_descent if len(known) == half else None,
             stuck=tuple(
                 StuckMoment(
                     one.member.name, second.beta, round(second.apart, 2), second.kept > second.most, round(second.step)
@@ -696,10 +691,6 @@ def _added(known: Mapping[str, SampledParameter], columns: Iterable[SampledSums]
             second = SecondMoment.of(column[count:], member.entries)
             added[member.name] = SampledParameter(member, Sums.of((before, Sums(*column[:count]))), second)
     return added
-
-
-def _kinds_of(known: Iterable[SampledParameter]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.member.kind for one in known))
 
 
 def _frozen(kind: str, known: Iterable[SampledParameter], descent: float) -> list[SampledParameter]:

@@ -267,10 +267,9 @@ class Watch:
     def _scale(self, original: Original, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
         self.calls.scalers[id(scaler)] = scaler._device if scaler.is_enabled() else ""
-        if not scaler.is_enabled():
-            return original(scaler, outputs)
         result = original(scaler, outputs)
-        mark_scaled(outputs, result, scaler)
+        if scaler.is_enabled():
+            mark_scaled(outputs, result, scaler)
         return result
 
     def _unscale(self, original: Original, scaler: GradScaler, optimizer: Optimizer) -> Any:
@@ -347,7 +346,12 @@ class Watch:
         if self.ledger.passes < FEW_PASSES and not scaled:
             self._scales_by_hand = self._scales_by_hand or is_scaled_by_hand(roots)
         losses = [mark.loss for mark in scaled] or list(map(scalar_of, tensors_in(roots)))
-        self._gets_losses(losses, scaler)
+        self._loop.forget_early()
+        if self._loop.now.stepped:  # new losses end a step that was already taken
+            self._close()
+        self._loop.add_losses(losses)
+        if scaler is not None:
+            self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
         if self._scales_by_hand and not scaled:
             self._loop.now.factor = last_factor(roots)
         if len(self._loop.trained) > 1:  # further threads may write the gradients that would be compared
@@ -465,14 +469,11 @@ class Watch:
 
     def _after_step(self, optimizer: Optimizer, _: bool) -> None:
         self.ledger.after(optimizer, self.log.closed())
-        if optimizer in self.optimizers:
-            self.contract.after(optimizer)
+        if optimizer not in self.optimizers:
+            return
+        self.contract.after(optimizer)
         step = self._loop.now
-        if (
-            optimizer not in self.optimizers
-            or self._loop.is_inside("step")
-            or id(optimizer) not in step.bare_step_facts
-        ):
+        if self._loop.is_inside("step") or id(optimizer) not in step.bare_step_facts:
             return
         self.calls.by_optimizer("bare step", optimizer, **step.bare_step_facts[id(optimizer)])
         step.stepped, step.running = True, 0
@@ -491,15 +492,6 @@ class Watch:
         self._loop.now = step
         step.optimizer = self.optimizers.number_of(optimizer) if step.optimizer is None else step.optimizer
         return step
-
-    def _gets_losses(self, losses: list[Scalar], scaler: GradScaler | None) -> None:
-        """Add new losses, which end a step that was already taken."""
-        self._loop.forget_early()
-        if self._loop.now.stepped:
-            self._close()
-        self._loop.add_losses(losses)
-        if scaler is not None:
-            self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
 
     def _close(self) -> None:
         self._end(self._loop.close())
