@@ -58,7 +58,7 @@ def same_random_numbers(
         notes: this replay uses the step's own precision, so record its dtypes, if no replay has.
         wider: maps a dtype of the step to its dtype in this replay; other dtypes stay.
     """
-    drawing = _Drawing(draws, notes=notes and not draws.are_noted)
+    drawing = _Drawing(draws, notes and not draws.are_noted, wider or {})
     if not draws.are_noted:  # discard the dtypes from a replay that raised
         draws.dtypes.clear()
     with contextlib.ExitStack() as stack:
@@ -67,7 +67,7 @@ def same_random_numbers(
             if hasattr(owner, name):  # a script may have removed it
                 stack.enter_context(replaced(owner, name, instead))
         if draws.every is None:
-            stack.enter_context(_Noise(drawing, wider or {}))
+            stack.enter_context(drawing)
         yield
     draws.are_noted |= notes
 
@@ -86,18 +86,29 @@ def mask_of(like: torch.Tensor, dtype: torch.dtype, p: float) -> torch.Tensor:
 _attention = torch._C._nn.scaled_dot_product_attention  # the original, while F holds the replacement
 
 
-class _Drawing:
-    def __init__(self, draws: Draws, *, notes: bool) -> None:
-        self._draws = draws
-        self.notes = notes
-        """True if the dtype of each draw is recorded."""
-        self._thread = threading.get_ident()
-        self._number = 0
+class _Drawing(TorchDispatchMode):
+    """Draws noise in the dtype of the step, and returns it in the dtype of the replay."""
 
-    @property
-    def is_here(self) -> bool:
-        """True in the thread that entered :func:`same_random_numbers`."""
-        return self._thread == threading.get_ident()
+    def __init__(self, draws: Draws, notes: bool, wider: Mapping[torch.dtype, torch.dtype]) -> None:
+        super().__init__()
+        self._draws, self._notes, self._wider = draws, notes, wider
+        self._thread, self._number = threading.get_ident(), 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = NOISE.get(op.overloadpacket.__name__)
+        if kind is None or "out" in kwargs or self._thread != threading.get_ident():
+            return op(*args, **kwargs)
+        if self._notes:
+            result = op(*args, **kwargs)
+            self._noted(args[0].dtype if kind == "picked" else result.dtype)
+            return result
+        given = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.get_default_dtype())
+        dtype = self._noted(kwargs.get("dtype") or given)
+        with torch.no_grad(), _disable_current_modes():  # op traces must not see this
+            drawn = _drawn(kind, op, dtype, args, kwargs)
+            wide = drawn.to(self._wider.get(drawn.dtype, drawn.dtype))
+            return args[0].copy_(wide) if kind == "written" else wide
 
     def dropout(self, original: Function) -> Function:
         """Return a replacement of ``torch.dropout(input, p, train)``, or its in-place form, with the same ops in every
@@ -107,7 +118,7 @@ class _Drawing:
         def call(input: torch.Tensor, p: float, train: bool) -> Any:  # noqa: A002 - it may be named
             if not (train and 0.0 < p < 1.0) or not self._is_drawn_anew(input):
                 return original(input, p, train)
-            dtype = self.noted(input.dtype)
+            dtype = self._noted(input.dtype)
             with torch.no_grad(), _disable_current_modes():  # op traces must not see this
                 kept = mask_of(input, dtype, p)
             scale = 1.0 / (1.0 - p)
@@ -115,9 +126,19 @@ class _Drawing:
 
         return call
 
-    def noted(self, dtype: torch.dtype) -> torch.dtype:
+    def attention(self, original: Function) -> Function:
+        """Return a replacement of ``F.scaled_dot_product_attention``."""
+
+        def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            dropped = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+            run = attention if dropped > 0.0 and self._is_drawn_anew(query) else original
+            return run(query, key, value, *args, **kwargs)
+
+        return call
+
+    def _noted(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the step's next draw; ``dtype`` itself while recording, or after the step's last draw."""
-        if self.notes:
+        if self._notes:
             self._draws.dtypes.append(dtype)
             return dtype
         number, self._number = self._number, self._number + 1
@@ -125,43 +146,8 @@ class _Drawing:
             return self._draws.every
         return self._draws.dtypes[number] if number < len(self._draws.dtypes) else dtype
 
-    def attention(self, original: Function) -> Function:
-        """Return a replacement of ``F.scaled_dot_product_attention``."""
-
-        def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            dropped = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
-            if dropped > 0.0 and self._is_drawn_anew(query):
-                return attention(query, key, value, *args, **kwargs)
-            return original(query, key, value, *args, **kwargs)
-
-        return call
-
     def _is_drawn_anew(self, given: Any) -> bool:
-        return type(given) is torch.Tensor and self.is_here and depends_on_dtype(given)
-
-
-class _Noise(TorchDispatchMode):
-    """Draws noise in the dtype of the step, and returns it in the dtype of the replay."""
-
-    def __init__(self, drawing: _Drawing, wider: Mapping[torch.dtype, torch.dtype]) -> None:
-        super().__init__()
-        self._drawing, self._wider = drawing, wider
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        kind = NOISE.get(op.overloadpacket.__name__)
-        if kind is None or "out" in kwargs or not self._drawing.is_here:
-            return op(*args, **kwargs)
-        if self._drawing.notes:
-            result = op(*args, **kwargs)
-            self._drawing.noted(args[0].dtype if kind == "picked" else result.dtype)
-            return result
-        given = next((one.dtype for one in args if isinstance(one, torch.Tensor)), torch.get_default_dtype())
-        dtype = self._drawing.noted(kwargs.get("dtype") or given)
-        with torch.no_grad(), _disable_current_modes():  # op traces must not see this
-            drawn = _drawn(kind, op, dtype, args, kwargs)
-            wide = drawn.to(self._wider.get(drawn.dtype, drawn.dtype))
-            return args[0].copy_(wide) if kind == "written" else wide
+        return type(given) is torch.Tensor and self._thread == threading.get_ident() and depends_on_dtype(given)
 
 
 def _drawn(kind: NoiseKind, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> torch.Tensor:
