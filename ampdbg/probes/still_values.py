@@ -95,42 +95,35 @@ class SampledValues:
         """The mean magnitude of each value's gradient."""
         return self.slopes / self.looks
 
-    def seen(self, law: StepLaw) -> StillParameter:
+    def seen(self, factor: float | None) -> StillParameter:
         """Return how many values count, and how many have changed; both had a gradient in half of the samples.
 
-        A value counts if the steps would have moved it by a unit in the last place.
+        A value counts if the steps would have moved it by a unit in the last place. ``factor`` is that of SGD's law.
         """
+        distance = self.reach if factor is None else self.reach * self.slope * factor
         unit = self.at_first.float().abs() * torch.finfo(self.at_first.dtype).eps
-        counted = self.has_gradients & (unit <= law.distance(self))
+        counted = self.has_gradients & (unit <= distance)
         moved = self.moved & self.has_gradients
         return StillParameter(self.name, self.kind, int(counted.sum()), int(moved.sum()), self.steps)
 
 
-@dataclass(frozen=True)
-class StepLaw:
-    """How far an optimizer moves a value: by the learning rates of all steps at most, or as in SGD, by ``factor``
-    times these and the gradient."""
+def sgd_factor(sampled: Sequence[SampledValues]) -> float | None:
+    """Return the factor of SGD's law, if it fits the moved values clearly better than the other, with a smaller spread.
 
-    factor: float | None = None
-
-    @staticmethod
-    def of(sampled: Sequence[SampledValues]) -> StepLaw:
-        """Return the law of SGD if it fits the moved values clearly better, with a smaller spread."""
-        ratios: list[torch.Tensor] = []
-        for one in sampled:
-            way = (one.latest.float() - one.at_first.float()).abs()
-            of = (way > 0.0) & one.has_gradients & (one.reach > 0.0)
-            ratios.append(torch.stack([way / one.reach, way / (one.reach * one.slope)])[:, of].log().cpu())
-        found = torch.cat([torch.empty(2, 0), *ratios], dim=1)
-        by_rate, by_gradient = found[:, found.isfinite().all(0)]
-        if len(by_rate) < LEAST_VALUES or by_rate.max() > math.log(STRAIGHT):
-            return StepLaw()
-        is_of_sgd = by_gradient.std() < FITS_BETTER * by_rate.std()
-        return StepLaw(float(by_gradient.median().exp()) if is_of_sgd else None)
-
-    def distance(self, sampled: SampledValues) -> torch.Tensor:
-        """Return how far the steps move each value."""
-        return sampled.reach * (1.0 if self.factor is None else sampled.slope * self.factor)
+    The other law moves a value by the learning rates of all steps at most. SGD's moves it by ``factor`` times these and
+    the gradient.
+    """
+    ratios: list[torch.Tensor] = []
+    for one in sampled:
+        way = (one.latest.float() - one.at_first.float()).abs()
+        of = (way > 0.0) & one.has_gradients & (one.reach > 0.0)
+        ratios.append(torch.stack([way / one.reach, way / (one.reach * one.slope)])[:, of].log().cpu())
+    found = torch.cat([torch.empty(2, 0), *ratios], dim=1)
+    by_rate, by_gradient = found[:, found.isfinite().all(0)]
+    if len(by_rate) < LEAST_VALUES or by_rate.max() > math.log(STRAIGHT):
+        return None
+    is_of_sgd = by_gradient.std() < FITS_BETTER * by_rate.std()
+    return float(by_gradient.median().exp()) if is_of_sgd else None
 
 
 class StillValues:
@@ -170,9 +163,9 @@ class StillValues:
     @property
     def still(self) -> Iterator[StillParameter]:
         """The parameters with almost no changed values, in kinds with enough values that count."""
-        law = StepLaw() if self._is_normalized else StepLaw.of([*self._sampled.values()])
+        factor = None if self._is_normalized else sgd_factor([*self._sampled.values()])
         old_enough = [one for one in self._sampled.values() if one.steps >= LEAST_STEPS]
-        known = [one.seen(law) for one in old_enough if not bool(one.is_kept)]
+        known = [one.seen(factor) for one in old_enough if not bool(one.is_kept)]
         still = [one for one in known if one.moved <= MOVED * one.entries]
         for kind in dict.fromkeys(one.kind for one in still):
             of_it = [one for one in still if one.kind == kind and one.entries]
