@@ -78,7 +78,6 @@ class AverageTrace(TorchDispatchMode):
         self._new: set[MemoryPlace] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, after the same op on the twins."""
         kwargs, traits, twins = kwargs or {}, traits_of(op), list[torch.Tensor]()
         # For item() on a twin, which has several values, torch 2.6 reads raw memory instead of raising.
         makes_nothing = traits.is_view or (traits.is_number and not traits.written)
@@ -207,7 +206,6 @@ class FollowedAverage:
         self._has_moved = torch.zeros_like(self.twin, dtype=torch.bool)
 
     def add(self, now: FoundAverage, step: int) -> None:
-        """Move the twin from the last find to this one."""
         self.every = self.every or step - self.step
         # If the decay changed in between, take the larger one: float32 moves at least that far.
         decay = max(self.last.decay, now.decay)
@@ -290,7 +288,6 @@ class Averages:
             self._stretch.enter_context(replaced(torch.nn.Module, "__call__", self._ending))
 
     def _find_candidates(self, trace: AverageTrace) -> bool:
-        """True if any tensor of this process can be an average."""
         if not self._has_candidates:
             now = time.monotonic()
             self._next_search = max(now + LOOKS_AGAIN, 2.0 * now - self._began)

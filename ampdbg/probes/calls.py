@@ -221,7 +221,6 @@ class Calls:
         return result
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
-        """Record a call of ``torch.autograd.grad`` on a scaled loss."""
         scaler = scaler_of(roots)
         if scaler is not None:
             self.scales_gradients |= creates_graph
@@ -242,7 +241,6 @@ class Calls:
         return result
 
     def place_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the optimizer's place, from 0."""
         return self._places[id(optimizer)]
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -326,7 +324,6 @@ class GradientMarks:
         trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
         self._parameters = tuple(map(weakref.ref, trained[:: max(1, -(-len(trained) // SAMPLE))]))
         self.noted = self.now()
-        """The state last recorded."""
         self._is_cleared_unseen = False
 
     def now(self) -> Marks:
@@ -346,7 +343,6 @@ class GradientMarks:
         return any(getattr(alive(), "dtype", None) is dtype for alive in self._parameters)
 
     def renew(self) -> None:
-        """Record the current state."""
         self.noted = self.now()
 
     def are_rewritten(self) -> bool:

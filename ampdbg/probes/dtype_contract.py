@@ -150,7 +150,6 @@ class DtypeContract:
 
     @property
     def seen(self) -> dict[str, Any]:
-        """The results so far, by field name of the record."""
         every = (of_kind for _, of_it in self._of.values() for of_kind in of_it)
         dtypes = tuple(replace(one, averages=_names(self._averages.get(one.kind, ()))) for one in every)
         return {"dtypes": dtypes, "asked": {**self._asked}, "cast_buffers": tuple(self._cast_buffers.values())}
@@ -176,7 +175,6 @@ class DtypeContract:
         return original(model, *args, **kwargs)
 
     def _cast_now(self) -> Iterator[CastBuffer]:
-        """Yield the cast buffers that belong to the models and are still half."""
         paths = {id(module): path for path, module in self._models.named_modules()} if self._casts else {}
         for owner, name, version, off, line in self._casts:
             module: Any = owner()
@@ -231,7 +229,6 @@ class DtypeContract:
     def _record_requested_precision(
         self, roots: Iterable[nn.Module], policies: Iterable[CastPolicy], stepped: Sequence[Any]
     ) -> None:
-        """Record the requested precision, as far as frameworks store it."""
         for root, (who, ask) in product(roots, REQUESTED_PRECISION.items()):
             with contextlib.suppress(Exception):  # the module may belong to no framework
                 self._asked |= {who: _name(answer)} if (answer := ask(root)) else {}

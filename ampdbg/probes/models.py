@@ -69,22 +69,18 @@ class Models:
         self.learn(originals)
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
-        """Add the called modules if no model is known."""
         if not self.roots:
             self._held += [weakref.ref(root) for root in dict.fromkeys(called)]
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The outermost modules that are alive, including wrappers."""
         return [root for held in self._held if (root := held()) is not None]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of all models, by qualified name."""
         for prefix, root in self._named():
             yield from root.named_parameters(prefix=prefix)
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of all models, by qualified name."""
         for prefix, root in self._named():
             yield from root.named_buffers(prefix=prefix)
 
@@ -98,7 +94,6 @@ class Models:
         return whole
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of all models, by qualified name."""
         for prefix, root in self._named():
             yield from root.named_modules(prefix=prefix)
 

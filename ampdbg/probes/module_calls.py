@@ -41,11 +41,9 @@ class ModulePaths:
 
     @property
     def current(self) -> Where:
-        """The innermost running module and the number of its call."""
         return self._stack[-1] if self._stack else OUTSIDE
 
     def enter(self, name: str) -> None:
-        """Begin a call of a module."""
         recomputed = torch._C._current_autograd_node() is not None and self.calls[name] > 0
         if recomputed:
             self._recomputed[name] += 1
@@ -78,8 +76,9 @@ class ModulePaths:
         )
 
     def _names(self) -> list[str]:
-        modules = self._model.named_modules()
-        return [name for name, module in modules if not _is_scripted(module) and not _is_container(module)]
+        # Containers have no forward of their own: they are indexed, never called.
+        owners = ((name, module) for name, module in self._model.named_modules() if not _is_scripted(module))
+        return [name for name, module in owners if type(module).forward is not torch.nn.Module.forward]
 
     def _outer_scripted(self) -> list[str]:
         outer: list[str] = []
@@ -127,11 +126,6 @@ def _unwarned() -> Iterator[None]:
 
 def _is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_container(module: torch.nn.Module) -> bool:
-    """Containers are indexed, never called."""
-    return type(module).forward is torch.nn.Module.forward
 
 
 def run_eagerly() -> AbstractContextManager[Any]:

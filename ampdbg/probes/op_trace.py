@@ -148,7 +148,6 @@ class OpSeen:
 
     @property
     def site(self) -> OpSite:
-        """The place in the format of a record."""
         return self.place.site(self.op)
 
     @property
@@ -188,7 +187,6 @@ class PlacedOps(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and measure it before and after."""
         kwargs = kwargs or {}
         if is_tracing():
             return op(*args, **kwargs)
@@ -280,13 +278,11 @@ class OpTrace(PlacedOps):
         self.ops: list[OpSeen] = []
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """Return the magnitude of all inputs together."""
         return together([*map(self.known.of, given), *map(magnitude_of_number, numbers)])
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        """Record the op, unless its outputs hold no floating-point values."""
         output = together(map(self.known.of, made[:1] if traits.has_auxiliary_outputs else made))
         if output.size:
             self.ops.append(OpSeen(traits.name, place, before, output, parameter))
@@ -363,7 +359,6 @@ class KnownMagnitudes:
         self._by_storage: dict[int, dict[tuple[Any, ...], Magnitude]] = {}
 
     def of(self, tensor: torch.Tensor) -> Magnitude:
-        """Return the current magnitude of a tensor."""
         storage = storage_of(tensor)
         if not storage:
             return magnitude_of(tensor)

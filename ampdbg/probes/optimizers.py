@@ -34,7 +34,6 @@ class Originals:
 
     @property
     def param_groups(self) -> list[dict[str, list[torch.Tensor]]]:
-        """One group with all weights, as in an optimizer."""
         return [{"params": [weight for one in self._weights if (weight := one()) is not None]}]
 
 
@@ -127,7 +126,8 @@ class Optimizers:
         if theirs.isdisjoint(map(id, owned)):
             for one in self:
                 copies = stepped_by(one)
-                if size == sum(weight.numel() for weight in copies) > 0 and _have_one_norm(copies, weights):
+                has_size = size == sum(weight.numel() for weight in copies) > 0
+                if has_size and math.isclose(float(_norm_of(copies)), float(_norm_of(weights)), rel_tol=ROUNDED):
                     self._models.replace(copies, weights)
                     yield one
 
@@ -135,7 +135,7 @@ class Optimizers:
         """Record the norm of the weights before the first step. This does not sync."""
         for one in self:
             if one not in self._began:
-                self._began[one] = _norm_of_weights([one])
+                self._began[one] = _norm_of(stepped_by(one))
         self._are_noted = True
 
     @property
@@ -147,7 +147,7 @@ class Optimizers:
     def have_other_weights(self) -> bool:
         """True if the weights have changed since :meth:`note_weights`, or are not finite. On a GPU this syncs."""
         began = [(one, float(self._began[one])) for one in self if one in self._began]
-        return any(math.isfinite(norm) and float(_norm_of_weights([one])) != norm for one, norm in began)
+        return any(math.isfinite(norm) and float(_norm_of(stepped_by(one))) != norm for one, norm in began)
 
     @property
     def weights_grew(self) -> float:
@@ -156,10 +156,10 @@ class Optimizers:
         Initial weights below ``COMMON``, such as near zero, count as ``COMMON``, because they have to grow.
         """
         noted = [one for one in self if one in self._began]
-        count = sum(weight.numel() for one in noted for weight in stepped_by(one))
+        weights = [weight for one in noted for weight in stepped_by(one)]
         began = math.hypot(*(float(self._began[one]) for one in noted))
-        common = COMMON * math.sqrt(count)
-        grew = float(_norm_of_weights(noted)) / max(began, common) if began else math.nan
+        common = COMMON * math.sqrt(sum(weight.numel() for weight in weights))
+        grew = float(_norm_of(weights)) / max(began, common) if began else math.nan
         return grew if math.isfinite(grew) else 1.0
 
     @property
@@ -183,14 +183,9 @@ def stepped_by(optimizer: Stepped) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-def _have_one_norm(copies: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> bool:
-    one, other = (float(total_norm([weight.detach() for weight in of]) or 0.0) for of in (copies, originals))
-    return math.isclose(one, other, rel_tol=ROUNDED)
-
-
-def _norm_of_weights(optimizers: Iterable[Optimizer]) -> Scalar:
-    """Return the 2-norm of all trained weights, without a sync."""
-    norm = total_norm(weight.detach() for one in optimizers for weight in stepped_by(one))
+def _norm_of(weights: Iterable[torch.Tensor]) -> Scalar:
+    """Return the 2-norm of weights, without a sync."""
+    norm = total_norm(weight.detach() for weight in weights)
     return 0.0 if norm is None else scalar_of(norm)
 
 

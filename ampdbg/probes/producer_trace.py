@@ -104,25 +104,21 @@ class ProducerTrace(OpTrace):
         self._given = ()
 
     def _note_angles(self, key: OpKey, largest: float, made: Sequence[torch.Tensor]) -> None:
-        """Follow half values through casts and moves up to a sine or cosine."""
-        spacing = max((self._spacing_of(tensor) for tensor in self._given), default=0.0)
+        """Follow half values through casts and moves up to a sine or cosine, with the relative spacing of the numbers
+        that a tensor can hold; 0 for a wide format."""
+        kept = [self._spacings.get(storage_of(tensor), 0.0) for tensor in self._given if tensor.dtype not in HALVES]
+        own = [torch.finfo(tensor.dtype).eps for tensor in self._given if tensor.dtype in HALVES]
+        spacing = max([*kept, *own], default=0.0)
         place, name = key[0], base_name(key[1])
         if name in ANGULAR and place.phase == "forward" and spacing * largest >= FAR_APART:
             self.angular.add(key)
         for tensor in made:
             self._spacings[storage_of(tensor)] = spacing if name in ATEN_MOVES else 0.0
 
-    def _spacing_of(self, tensor: torch.Tensor) -> float:
-        """Return the relative spacing of the numbers that a tensor can hold; 0 for a wide format."""
-        own = torch.finfo(tensor.dtype).eps if tensor.dtype in HALVES else 0.0
-        return own or self._spacings.get(storage_of(tensor), 0.0)
-
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        """Record the origins of inf and NaN that are added to a parameter's gradient."""
         self.bad.added_to_a_gradient(given)
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Record the circumstances of a producer."""
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
         elif not seen.output.is_finite and self.given_bad is None:
@@ -237,7 +233,6 @@ class BadValues:
         self._given = ()
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        """Record the tensors that are added to the gradient of a parameter."""
         for tensor in given if self._causes else ():
             self.in_gradients |= self._still_behind(tensor)[0]
 
@@ -291,7 +286,6 @@ class ReplacedProducerTrace(OpTrace):
         self._number = producer.output_largest or 1.0
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Replace the inf and NaN in the output of the producer."""
         if seen.produces and seen.site == self._producer.site:
             for tensor in filter(torch.is_floating_point, made):
                 tensor.nan_to_num_(self._number, self._number, self._number)
@@ -334,7 +328,6 @@ class SampleTrace(OpTrace):
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        """Record the op and its sample."""
         super().after(traits, place, parameter, before, made)
         seen = OpSeen(traits.name, place, before, together(map(self.known.of, made)), parameter)
         picked = _fingerprints(filter(_is_choice, made))
@@ -396,7 +389,6 @@ class Origins:
         return self._of_batch.get(storage_of(tensor))
 
     def is_of_weights(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor was computed from weights."""
         return storage_of(tensor) in self._of_weights
 
     def is_written(self, value: float) -> bool:
@@ -411,19 +403,19 @@ class Origins:
         largest: Callable[[torch.Tensor], float],
     ) -> None:
         """Record the constants among the inputs of an op that are at least FP16's largest number."""
-        found = [abs(number) for number in numbers] if name in FILLS else []
+        found = list(map(abs, numbers)) if name in FILLS else []
         found += [largest(tensor) for tensor in given if not self.is_of_weights(tensor)]
         self._constants.update(value for value in found if value >= FLOAT16.largest)
 
     def after(self, name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """Record where the values in the outputs of an op come from."""
-        of_weights = not _is_like(name) and any(map(self.is_of_weights, given))
+        takes_shape_alone = name.endswith("_like") or name.startswith("new_")
+        of_weights = not takes_shape_alone and any(map(self.is_of_weights, given))
         leaf = self._moved(name, given)
         for tensor in made:
             key = storage_of(tensor)
             if not key:
                 continue
-            is_whole = _fills_its_storage(tensor)
+            is_whole = tensor.nbytes >= tensor.untyped_storage().nbytes()
             if leaf is not None and is_whole:
                 self._of_batch[key] = leaf
             else:
@@ -438,12 +430,3 @@ class Origins:
             return None
         leaves = {self.leaf(tensor) for tensor in given if tensor is given[0] or tensor.is_floating_point()}
         return leaves.pop() if len(leaves) == 1 else None
-
-
-def _is_like(name: str) -> bool:
-    """True if the op takes only shape and dtype from its input."""
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def _fills_its_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.nbytes >= tensor.untyped_storage().nbytes()

@@ -15,9 +15,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from itertools import dropwhile
+from itertools import dropwhile, filterfalse, islice
 from traceback import walk_stack
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -116,21 +115,18 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
 
 
 def _shown_for_the_caller(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Show a warning that ampdbg's wrapper caused at the innermost line outside ampdbg that has called the wrapper."""
+
     def show(message: Any) -> Any:
         if str(message.filename).startswith(str(AMPDBG)):
-            caller = _caller_of(message.filename, message.lineno)
-            if caller is not None:
+            ours = message.filename, message.lineno
+            frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+            that_led_there = dropwhile(lambda frame: (frame.f_code.co_filename, frame.f_lineno) != ours, frames)
+            for caller in islice(filterfalse(is_ampdbgs, that_led_there), 1):
                 message.filename, message.lineno, message.line = caller.f_code.co_filename, caller.f_lineno, None
         return original(message)
 
     return show
-
-
-def _caller_of(file: str, line: int) -> FrameType | None:
-    """Return the innermost frame outside ampdbg that has called this line of ampdbg, or None."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
-    that_led_there = dropwhile(lambda frame: (frame.f_code.co_filename, frame.f_lineno) != (file, line), frames)
-    return next((frame for frame in that_led_there if not is_ampdbgs(frame)), None)
 
 
 class _Thread(threading.local):

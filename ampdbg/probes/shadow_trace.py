@@ -142,7 +142,6 @@ class ShadowTrace(PlacedOps):
         before: tuple[bool, float, bool],
         made: Sequence[torch.Tensor],
     ) -> None:
-        """Measure the output values that FP16 would hold."""
         lost, largest_input, may_have_gradient = before
         is_gradient = place.phase == "backward" and may_have_gradient
         # ones_like makes the gradient of the loss itself, before the backward phase begins.

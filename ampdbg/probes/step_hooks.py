@@ -179,13 +179,10 @@ class _OwnSteps:
                 self._entered = [one for one in self._entered if one is not entered]
                 if not self._entered:
                     self._setting.close()
-                    self._restore()
-
-    def _restore(self) -> None:
-        for optimizer in self._optimizers.values():
-            step: Any = vars(optimizer).get("step")
-            if _is_ours(step):
-                vars(optimizer)["step"] = step.__wrapped__
+                    for optimizer in self._optimizers.values():
+                        step: Any = vars(optimizer).get("step")
+                        if _is_ours(step):
+                            vars(optimizer)["step"] = step.__wrapped__
 
     def hook(self, optimizer: Optimizer) -> None:
         """Wrap a step that was set on the optimizer earlier."""

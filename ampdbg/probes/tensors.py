@@ -105,7 +105,6 @@ class Mark:
 
     @property
     def is_passed(self) -> bool:
-        """True if the tensor's value can be read without a wait."""
         return self._is_at_hand if self._event is None else bool(self._event.query())
 
 
@@ -324,7 +323,6 @@ class Magnitude:
 
     @property
     def is_finite(self) -> bool:
-        """True if no element is infinite or NaN."""
         return self.inf == 0 and self.nan == 0
 
 

@@ -42,7 +42,6 @@ class TorchError:
     applies: Callable[[BaseException], bool] = lambda error: True
 
     def is_in(self, message: str) -> bool:
-        """True if the message contains this text."""
         return re.search(self.text, message) is not None
 
 

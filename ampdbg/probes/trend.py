@@ -82,7 +82,6 @@ class TrendSamples:
             self._begin()
 
     def end(self) -> None:
-        """Remove all hooks from torch."""
         sampling, self._sampling = self._sampling, None
         if sampling is not None:
             sampling.close()
@@ -119,7 +118,6 @@ class TrendSamples:
 
     @property
     def count(self) -> int:
-        """The number of samples."""
         return len(self._steps)
 
     def _begin(self) -> None:
@@ -176,7 +174,6 @@ class TrendSamples:
             self._found.setdefault(key, []).extend(torch.aminmax(values))
 
     def _read(self) -> None:
-        """Read the samples of the ended step."""
         found, self._found = self._found, {}
         step = self._watcher.log.latest()
         self._steps.append(step.step)

@@ -109,7 +109,6 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of(several: Iterable[Sums]) -> Sums:
-        """Return the total of several sums."""
         return Sums(*map(sum, zip(*several, strict=True)))
 
     @property
@@ -129,7 +128,6 @@ class Sums(NamedTuple):
 
     @property
     def lost_decay(self) -> float | None:
-        """The lost share of the weight decay's part."""
         return _lost(self.got_decay, self.decay)
 
 
@@ -396,7 +394,6 @@ class UpdateWindow:
         return all(parameter.grad is not None for row in self.rows for parameter in row.parameters)
 
     def before(self) -> None:
-        """Step the masters; call this right before a step of the optimizer."""
         for row, group in zip(self.rows, self._twin.param_groups, strict=True):
             row.before()
             group.update(_plain_options(row.group))
@@ -404,7 +401,6 @@ class UpdateWindow:
         getattr(step, "__wrapped__", step)(self._twin)  # without torch's hooks
 
     def written(self) -> None:
-        """Read the weights; call this right after the step."""
         for row in self.rows:
             row.written()
 
@@ -450,7 +446,6 @@ class OptimizerLedger:
             self.name = name_of(optimizer)
 
     def columns(self) -> list[SampledSums]:
-        """Return the results of the window so far."""
         rows = self.window.rows if self.window is not None and self.window.steps else ()
         return [(row.members, row.sums(self.ways.get(row.key), self._moments_of(row))) for row in rows]
 
@@ -469,7 +464,6 @@ class OptimizerLedger:
         return row.moments(self.moments.get(row.key), self.steps)
 
     def end(self, window: UpdateWindow) -> list[SampledSums]:
-        """End the window, and return its results."""
         columns, self.windows = self.columns(), self.windows + 1
         self.moments.update({row.key: self._moments_of(row) for row in window.rows})
         ways = {row.key: row.ways(self.ways.get(row.key))[1] for row in window.rows}

@@ -67,7 +67,6 @@ class Watch:
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.guard = Guard()
-        """Protects the loop from failures of the watcher."""
         self.models = Models(model)
         self._learns = model is None
         self.optimizers = Optimizers(self.models, optimizers)
@@ -134,7 +133,6 @@ class Watch:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The ended steps. On a GPU this reads what is unread (one sync)."""
         return self.log.steps
 
     @property
@@ -175,7 +173,6 @@ class Watch:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The name of every parameter group, over all optimizers."""
         return self.optimizers.groups
 
     def learn(self) -> None:
@@ -261,7 +258,6 @@ class Watch:
         return is_unwatched() or bool(self.guard.failure)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Pause recording in this thread for work outside the loop, such as a replay."""
         return unwatched()
 
     def _scale(self, original: Original, scaler: GradScaler, outputs: Any) -> Any:

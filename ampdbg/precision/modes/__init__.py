@@ -106,7 +106,6 @@ class PrecisionMode:
         return torch.autocast(self.device.type, dtype=DTYPES[dtype])
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return a new context for one forward pass and its losses."""
         return contextlib.nullcontext()
 
     def scaler(self) -> torch.amp.GradScaler:

@@ -16,7 +16,6 @@ class Autocast(PrecisionMode):
     """Each op computes in the dtype that autocast's op lists select."""
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return an autocast region, or no region for float32, which needs no casts."""
         if self.dtype is torch.float32:
             return super().forward()
         return torch.autocast(self.device.type, dtype=self.dtype)
