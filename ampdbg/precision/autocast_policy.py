@@ -17,7 +17,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial, reduce
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +189,21 @@ def _cast_to(choose: Callable[[torch._ops.OpOverload, Any], torch.dtype], op: to
 
 
 def _widest(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
-    eligible = (operand.dtype for operand in _pytree.tree_leaves(given) if _is_eligible(operand))
-    return reduce(partial(_wider, op), eligible, torch.get_autocast_dtype("cpu"))
+    """Return the widest dtype of the operands.
+
+    Follows ``prioritize`` in PyTorch's ``autocast_mode.h``, which reduces the operands in order. After a float32
+    operand it accepts any dtype; before that, only the autocast dtype.
+    """
+    widest = torch.get_autocast_dtype("cpu")
+    for operand in filter(_is_eligible, _pytree.tree_leaves(given)):
+        if torch.float32 in (widest, operand.dtype):
+            widest = torch.float32
+        elif operand.dtype is not widest:
+            raise RuntimeError(
+                f"Unexpected floating ScalarType in at::autocast::prioritize: {op} promotes {widest} and float32, "
+                f"and was given {operand.dtype} before any float32"
+            )
+    return widest
 
 
 def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -218,22 +231,6 @@ def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
             return with_dtype(*args, *defaults[len(args) :], dtype=dtype)
 
     return kernel
-
-
-def _wider(op: torch._ops.OpOverload, so_far: torch.dtype, following: torch.dtype) -> torch.dtype:
-    """Return the wider of two dtypes: the result for the operands so far, and the next operand's dtype.
-
-    Follows ``prioritize`` in PyTorch's ``autocast_mode.h``, which reduces the operands in order. After a float32
-    operand it accepts any dtype; before that, only the autocast dtype.
-    """
-    if torch.float32 in (so_far, following):
-        return torch.float32
-    if following is not so_far:
-        raise RuntimeError(
-            f"Unexpected floating ScalarType in at::autocast::prioritize: {op} promotes {so_far} and float32, "
-            f"and was given {following} before any float32"
-        )
-    return so_far
 
 
 def _banned(op: torch._ops.OpOverload) -> Callable[..., Any]:
