@@ -120,21 +120,18 @@ class ProducerTrace(OpTrace):
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         if seen.produces:
-            self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
+            name = base_name(seen.op)
+            makers = self.makers.of_gradient(seen.op, seen.place, made)
+            self.circumstances[len(self.ops) - 1] = Circumstances(
+                is_constant=self._is_constant(name, seen, made),
+                divides_by_zero=name in POLES and bool(self._given) and self._is_at_a_pole(seen.op),
+                leaf=self._origins.leaf(self._given[0]) if name in CASTS and self._given else None,
+                made_half=tuple(place.site(op) for place, op in makers.items()),
+            )
         elif not seen.output.is_finite and self.given_bad is None:
             numbers = [] if base_name(seen.op) in FILLS else list(map(torch.tensor, self._numbers))
             outside = [tensor for tensor in self._given if storage_of(tensor) not in self._made]
             self.given_bad = len(self.ops) - 1 if any(map(may_be_bad, (*numbers, *outside))) else None
-
-    def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
-        name = base_name(seen.op)
-        makers = self.makers.of_gradient(seen.op, seen.place, made)
-        return Circumstances(
-            is_constant=self._is_constant(name, seen, made),
-            divides_by_zero=name in POLES and bool(self._given) and self._is_at_a_pole(seen.op),
-            leaf=self._origins.leaf(self._given[0]) if name in CASTS and self._given else None,
-            made_half=tuple(place.site(op) for place, op in makers.items()),
-        )
 
     def _is_at_a_pole(self, op: str) -> bool:
         """True if the op is infinite at an input: a zero divisor, or a zero base with a negative exponent."""
@@ -228,8 +225,16 @@ class BadValues:
         """Record the outputs of the op that gets this ``index``; ``before`` is the magnitude of its inputs."""
         bad = [tensor for tensor in made if not self._known.of(tensor).is_finite]
         if bad or self._causes:
-            self._note_what_becomes_of_infinities(name, made, bad)
-            self._follow(index, name, before, made, bad)
+            self._note_what_becomes_of_infinities(name, is_finite=not bad)
+            for tensor in made:
+                self._causes.pop(storage_of(tensor), None)
+            behind = frozenset({index}) if before.is_finite else NONE.union(*self._read)
+            for tensor in bad:
+                makes_nan = self._known.of(tensor).nan > 0 and not before.nan
+                if makes_nan:  # NaN computed from a NaN shows nothing more
+                    self.poisonous |= behind
+                starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
+                self._causes[storage_of(tensor)] = behind | {index} if starts_here else behind
         self._given = ()
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
@@ -245,29 +250,14 @@ class BadValues:
             return NONE, False
         return behind, magnitude.nan > 0
 
-    def _note_what_becomes_of_infinities(
-        self, name: str, made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]
-    ) -> None:
+    def _note_what_becomes_of_infinities(self, name: str, *, is_finite: bool) -> None:
         read = NONE.union(*self._infinite)
-        if name in SATURATES and not bad:
+        if name in SATURATES and is_finite:
             self._saturated |= read
         elif name not in ATEN_MOVES or len(read) > 1:
             self._used |= read
-        if name in POLES and not bad and self._infinite:
+        if name in POLES and is_finite and self._infinite:
             self.divisors |= self._infinite[-1]
-
-    def _follow(
-        self, index: int, name: str, before: Magnitude, made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]
-    ) -> None:
-        for tensor in made:
-            self._causes.pop(storage_of(tensor), None)
-        behind = frozenset({index}) if before.is_finite else NONE.union(*self._read)
-        for tensor in bad:
-            makes_nan = self._known.of(tensor).nan > 0 and not before.nan
-            if makes_nan:  # NaN computed from a NaN shows nothing more
-                self.poisonous |= behind
-            starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
-            self._causes[storage_of(tensor)] = behind | {index} if starts_here else behind
 
     def _is_masked_throughout(self, name: str) -> bool:
         """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""
