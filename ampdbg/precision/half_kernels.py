@@ -99,9 +99,12 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
 def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]:
     kept, mixed, clamps = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32, name in CLAMPS.split()
     arguments, (output, *_) = op._schema.arguments, op._schema.returns
-    writes = [(i, argument.name) for i, argument in enumerate(arguments) if _is_written(argument)]
+    aliases = [(i, argument.name, argument.alias_info) for i, argument in enumerate(arguments)]
+    writes = [(i, key, alias) for i, key, alias in aliases if alias is not None and alias.is_write]
     # addmm_(self!) returns the tensor it wrote; rrelu_with_noise(self, noise!) writes its noise and returns another.
-    returned = next((i for i, _ in writes if _are_one(output, arguments[i])), None)
+    # Both are Tensor(a!) in the schema if they are one tensor.
+    result_set = None if output.alias_info is None else output.alias_info.before_set
+    returned = next((i for i, _, alias in writes if alias.before_set == result_set), None)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         below = keyset & _BELOW
@@ -109,14 +112,14 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
             return op.redispatch(below, *args, **kwargs)
         if not _are_half((*args, *kwargs.values()) if writes else args, mixed):
             return op.redispatch(below, *args, **kwargs)
-        if any(map(_is_coo, args)):
+        if any(isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo for value in args):
             raise NotImplementedError(NO_SPARSE_KERNEL)
         ran.add(name)
         wide_args = [_widened(value) for value in args]
         wide_kwargs = {key: _widened(value) for key, value in kwargs.items()}
         result = op.redispatch(below, *wide_args, **wide_kwargs)
         written = {}
-        for i, key in writes:
+        for i, key, _ in writes:
             target, wide = (args[i], wide_args[i]) if i < len(args) else (kwargs[key], wide_kwargs[key])
             written[i] = round_into(target, wide)
         return _rounded(result, kept) if returned is None else written[returned]
@@ -131,21 +134,8 @@ def round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     return target.copy_(wide)
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _are_one(output: Any, argument: Any) -> bool:
-    """True if the op returns the tensor that it wrote: both are ``Tensor(a!)`` in its schema."""
-    return output.alias_info is not None and output.alias_info.before_set == argument.alias_info.before_set
-
-
 def _is_beyond_half(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) > FLOAT16.largest
-
-
-def _is_coo(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
 def _are_half(args: Any, mixed: bool) -> bool:

@@ -128,16 +128,13 @@ def _matching(pattern: str, modules: dict[str, torch.nn.Module]) -> list[str]:
     # An exact name takes precedence: as a pattern, `heads[0]` would match only `heads0`.
     names = [pattern] if pattern in modules else [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
-        raise WorkloadError(f"pins: no module is named {quoted(pattern, most=200)}; {_some_names(pattern, modules)}")
+        near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.5) or [name for name in modules if name][:5]
+        shown = ", ".join(map(repr, near))
+        raise WorkloadError(f"pins: no module is named {quoted(pattern, most=200)}; the model has {shown}")
     for name in names:
         if isinstance(modules[name], torch.jit.ScriptModule):
             raise WorkloadError(f"pins: {name!r} is a scripted module, whose forward cannot be wrapped; pin its parent")
     return names
-
-
-def _some_names(pattern: str, modules: dict[str, torch.nn.Module]) -> str:
-    near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.5) or [name for name in modules if name][:5]
-    return "the model has " + ", ".join(repr(name) for name in near)
 
 
 WHOLE, OWN_LINES = "whole module", "own lines"

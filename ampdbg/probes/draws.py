@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ampdbg.probes.seams import Function, replaced
 
@@ -153,15 +153,12 @@ class _Drawing(TorchDispatchMode):
 def _drawn(kind: NoiseKind, op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> torch.Tensor:
     """Run a random op in ``dtype``."""
     drawn: torch.Tensor
-    match kind:
-        case "written":
-            drawn = op(torch.empty_like(args[0], dtype=dtype), *args[1:], **kwargs)
-        case "picked":
-            drawn = op(args[0].to(dtype), *args[1:], **kwargs)
-        case "scaled" if any(isinstance(one, torch.Tensor) for one in args):
-            drawn = op(*(one.to(dtype) if isinstance(one, torch.Tensor) else one for one in args), **kwargs)
-        case _:
-            drawn = op(*args, **{**kwargs, "dtype": dtype})
+    if kind == "written":
+        drawn = op(torch.empty_like(args[0], dtype=dtype), *args[1:], **kwargs)
+    elif kind != "made" and any(isinstance(one, torch.Tensor) for one in args):
+        drawn = op(*tree_map_only(torch.Tensor, lambda one: one.to(dtype), args), **kwargs)
+    else:
+        drawn = op(*args, **{**kwargs, "dtype": dtype})
     return drawn
 
 

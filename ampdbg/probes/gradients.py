@@ -37,7 +37,12 @@ def gradient_norm(optimizer: Stepped, divisor: Scalar = 1.0) -> Scalar | None:
     None if no parameter has a gradient. Inf or NaN if a gradient is not finite, and on a GPU also if the squares
     overflow float32. On a CPU a second pass in float64 separates the two cases.
     """
-    gradients = _gradients_of(optimizer)
+    gradients = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # up to thousands: a plain loop is fastest
+            gradient = parameter.grad
+            if gradient is not None:
+                gradients.append(gradient)
     plain = _norm_of_plain(gradients)
     return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 
@@ -73,16 +78,6 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
         return None
     norms = [norm if norm.dtype is torch.float32 else norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
     return tuple((id(p), p.grad._version) for p in parameters if p.grad.numel()), torch.stack(norms)
-
-
-def _gradients_of(optimizer: Stepped) -> list[torch.Tensor]:
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:  # up to thousands: a plain loop is fastest
-            gradient = parameter.grad
-            if gradient is not None:
-                found.append(gradient)
-    return found
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:

@@ -105,7 +105,9 @@ class Models:
         taken: set[str] = set()
         for root in roots:
             inner = unwrapped(root)
-            name = _name_in_script(root, inner) or type(inner).__name__
+            script = vars(sys.modules["__main__"]).items()
+            public = (name for name, value in script if not name.startswith("_") and (value is root or value is inner))
+            name = next(public, type(inner).__name__)
             while name in taken:
                 name += "_"
             taken.add(name)
@@ -164,10 +166,3 @@ def is_global_of_script(name: str, model: nn.Module) -> bool:
     """True if ``name`` is a global of the running script for the model or for its wrapper."""
     value = vars(sys.modules["__main__"]).get(name)
     return isinstance(value, nn.Module) and unwrapped(value) is model
-
-
-def _name_in_script(*modules: nn.Module) -> str:
-    """Return the running script's public global name for one of the modules; "" if it has none."""
-    script = vars(sys.modules["__main__"])
-    names = (name for name, value in script.items() if any(value is module for module in modules))
-    return next((name for name in names if not name.startswith("_")), "")

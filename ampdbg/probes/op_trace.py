@@ -162,8 +162,9 @@ class OpSeen:
 
 
 class PlacedOps(TorchDispatchMode):
-    """A dispatch mode that finds the place of every op from the running module, the Python stack and the running
-    autograd node. Subclasses decide what to measure there.
+    """A dispatch mode that finds the place of every op; subclasses decide what to measure there.
+
+    The place comes from the running module, the Python stack and the running autograd node.
 
     Views compute nothing and are skipped. So are ops that only allocate memory, which holds arbitrary values.
     """

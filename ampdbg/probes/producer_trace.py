@@ -104,8 +104,8 @@ class ProducerTrace(OpTrace):
         self._given = ()
 
     def _note_angles(self, key: OpKey, largest: float, made: Sequence[torch.Tensor]) -> None:
-        """Follow half values through casts and moves up to a sine or cosine, with the relative spacing of the numbers
-        that a tensor can hold; 0 for a wide format."""
+        """Follow half values through casts and moves up to a sine or cosine. The relative spacing of a wide format's
+        numbers counts as 0."""
         kept = [self._spacings.get(storage_of(tensor), 0.0) for tensor in self._given if tensor.dtype not in HALVES]
         own = [torch.finfo(tensor.dtype).eps for tensor in self._given if tensor.dtype in HALVES]
         spacing = max([*kept, *own], default=0.0)

@@ -155,18 +155,13 @@ class ShadowTrace(PlacedOps):
         if low:
             output = together(magnitude for _, magnitude in low)
             exponents = sum((exponents_of(*one) for one in low), Exponents())
-            overflow = _overflow(output, lost)
+            origin: OverflowOrigin = "carried" if lost else "starts"
+            overflow = origin if output.largest >= FLOAT16.overflow_threshold else ""
             is_noise = _is_noise(traits, place, largest_input, output)
             makers = tuple(self.makers.of_gradient(traits.name, place, made))
             self.ranges.append(
                 RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient, makers)
             )
-
-
-def _overflow(output: Magnitude, lost: bool) -> OverflowOrigin:
-    if output.largest < FLOAT16.overflow_threshold:
-        return ""
-    return "carried" if lost else "starts"
 
 
 def _is_noise(traits: OpTraits, place: OpPlace, largest_input: float, output: Magnitude) -> bool:

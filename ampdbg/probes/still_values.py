@@ -108,7 +108,7 @@ class SampledValues:
 
 
 def sgd_factor(sampled: Sequence[SampledValues]) -> float | None:
-    """Return the factor of SGD's law, if it fits the moved values clearly better than the other, with a smaller spread.
+    """Return the factor of SGD's law if that fits the moved values clearly better, with a smaller spread.
 
     The other law moves a value by the learning rates of all steps at most. SGD's moves it by ``factor`` times these and
     the gradient.

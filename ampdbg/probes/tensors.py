@@ -61,9 +61,7 @@ def hold_values(tensors: Iterable[torch.Tensor]) -> bool:
 def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the largest magnitude of a tensor, inf and NaN included, as a device scalar; None without values."""
     values = float_values(distinct(tensor))
-    if values is None:
-        return None
-    return torch.stack(torch.aminmax(values)).abs().amax()
+    return None if values is None else torch.stack(torch.aminmax(values)).abs().amax()
 
 
 @torch.no_grad()
@@ -158,11 +156,8 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_emptied(tensor):
         return None
-    if not tensor.numel():
-        return None
-    if tensor._is_zerotensor():  # forward-mode AD makes them; in a dispatch mode they have no memory
-        return None
-    if type(tensor) not in _PLAIN and not _is_measurable(tensor):
+    # Forward-mode AD makes zero tensors; in a dispatch mode they have no memory.
+    if not tensor.numel() or tensor._is_zerotensor() or (type(tensor) not in _PLAIN and not _is_measurable(tensor)):
         return None
     # aminmax and isfinite have no kernels for 8-bit formats. No op supports formats with two numbers in a byte.
     with contextlib.suppress(NotImplementedError):
@@ -390,13 +385,9 @@ def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
     if magnitude.largest > 0.0:
         field = max(0, _BIAS + math.frexp(magnitude.largest)[1] - 1)
         counts[field] = max(counts[field], 1)
-    return _trimmed(counts[1:], lowest=1 - _BIAS)
-
-
-def _trimmed(counts: list[int], lowest: int) -> Exponents:
-    """Gather both tails into the outermost bins, and leave out the empty bins at the ends."""
-    first, last = LOWEST_EXPONENT - lowest, HIGHEST_EXPONENT - lowest
-    kept = [sum(counts[: first + 1]), *counts[first + 1 : last], sum(counts[last:])]
+    # Gather both tails into the outermost bins, and leave out the empty bins at the ends.
+    first, last = LOWEST_EXPONENT + _BIAS, HIGHEST_EXPONENT + _BIAS
+    kept = [sum(counts[1 : first + 1]), *counts[first + 1 : last], sum(counts[last:])]
     filled = [position for position, count in enumerate(kept) if count]
     if not filled:
         return Exponents()

@@ -49,18 +49,14 @@ def _in_undecorated_function(error: BaseException) -> bool:
     """True if an ``autograd.Function`` without ``custom_fwd`` and ``custom_bwd`` raised the error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     contexts = [value for frame in frames for value in _first_argument(frame) if isinstance(value, FunctionCtx)]
-    return bool(contexts) and not _is_decorated(type(contexts[-1]))
+    functions = [getattr(type(one), "_forward_cls", None) for one in contexts[-1:]]
+    methods = [getattr(function, name, None) for function in functions for name in ("forward", "backward")]
+    return not all(hasattr(method, "__wrapped__") for method in methods)  # custom_fwd and custom_bwd set it
 
 
 def _first_argument(frame: FrameType) -> list[object]:
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     return [frame.f_locals[name] for name in names[:1] if name in frame.f_locals]
-
-
-def _is_decorated(context: type) -> bool:
-    """True if forward and backward have ``__wrapped__``, which torch.amp.custom_fwd and custom_bwd set."""
-    function = getattr(context, "_forward_cls", None)
-    return all(hasattr(getattr(function, name, None), "__wrapped__") for name in ("forward", "backward"))
 
 
 def _writes_a_constant(error: BaseException) -> bool:

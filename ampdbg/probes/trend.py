@@ -105,16 +105,13 @@ class TrendSamples:
         ops = sum(bool(key.op) for key in kept)
         steps, outputs = counted(len(self._steps), "step"), counted(len(kept) - ops, "other output")
         said = SAMPLED.format(steps=steps, ops=counted(ops, "op"), outputs=outputs)
-        for trend in self._largest():
+        made = [trend for trend in map(_trend, self._series.items()) if trend.kind == "activation"]
+        # A constant is shown only if there is nothing else.
+        for trend in sorted(made, key=lambda trend: (is_constant(trend), -max(trend.values)))[:1]:
             value, place = max(trend.values), f"{what_of(trend)} ({place_of(trend.source)})".replace(" ()", "")
             step, part = trend.steps[trend.values.index(value)], share(value, FLOAT16.largest)
             said += LARGEST.format(value=number(value), place=place, step=f"{step:,}", share=part)
         yield said
-
-    def _largest(self) -> list[Trend]:
-        """Return the activation nearest to the limit, if any; a constant only if there is nothing else."""
-        made = [trend for trend in map(_trend, self._series.items()) if trend.kind == "activation"]
-        return sorted(made, key=lambda trend: (is_constant(trend), -max(trend.values)))[:1]
 
     @property
     def count(self) -> int:

@@ -538,9 +538,10 @@ class UpdateLedger:
     def after(self, optimizer: Optimizer, step: int) -> None:
         """Add the step of this number to the window, after the optimizer's own hooks and before ``zero_grad``."""
         book = self._books.get(id(optimizer))
-        if book is not None:
-            book.added, book.passes = self.passes - book.passes, self.passes
-        if book is not None and book.window is not None:
+        if book is None:
+            return
+        book.added, book.passes = self.passes - book.passes, self.passes
+        if book.window is not None:
             self._timed(book, self._after, step)
 
     def in_a_pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -639,7 +640,11 @@ class UpdateLedger:
         for one in known:
             kinds.setdefault(one.member.kind, []).append(one)
         moments = {name: second for book in self._books.values() for name, second in book.second_moments(names())}
-        still = [one for kind in kinds for one in _frozen(kind, whole.values(), descent.descent)]
+        still: list[SampledParameter] = []
+        for kind in kinds:
+            frozen = [one for one in whole.values() if one.member.kind == kind and one.stands_still]
+            if sum(one.whole.harm for one in frozen) > MATTERS * abs(descent.descent):
+                still += frozen
         harm, whole_descent = sum(one.whole.harm for one in still), descent.descent or 1.0
         return Updates(
             steps=max((book.sampled for book in self._books.values()), default=0),
@@ -685,12 +690,6 @@ def _added(known: Mapping[str, SampledParameter], columns: Iterable[SampledSums]
             second = SecondMoment.of(column[count:], member.entries)
             added[member.name] = SampledParameter(member, Sums.of((before, Sums(*column[:count]))), second)
     return added
-
-
-def _frozen(kind: str, known: Iterable[SampledParameter], descent: float) -> list[SampledParameter]:
-    """Return the frozen parameters of a kind, or none if they cost almost nothing of the loss decrease."""
-    still = [one for one in known if one.member.kind == kind and one.stands_still]
-    return still if sum(one.whole.harm for one in still) > MATTERS * abs(descent) else []
 
 
 def _of_kind(kind: str, of_each: Sequence[Sums], total: Sums) -> KindUpdates:

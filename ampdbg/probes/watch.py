@@ -171,10 +171,6 @@ class Watch:
         others = self._loop.trained - {threading.get_ident()}
         return any(thread.ident in others for thread in threading.enumerate())
 
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return self.optimizers.groups
-
     def learn(self) -> None:
         """Watch the optimizers made since the last call, with the models that they train."""
         if self.optimizers.are_learnt:
@@ -236,7 +232,7 @@ class Watch:
             misuses=self.misuses,
             **seen,
             updates=self.ledger.seen,
-            groups=self.groups,
+            groups=self.optimizers.groups,
             interrupted=self._interrupted,
             error=self.failure,
             elapsed=round(time.monotonic() - self._started, 3),
@@ -372,7 +368,7 @@ class Watch:
         for step in given_up:
             self._give_up(step)
         self.went_backward(wrote, cleared)
-        for optimizer in self.optimizers if self._loop.now.running else ():
+        for optimizer in self.optimizers:
             if id(optimizer) == self._loop.now.running:  # its closure has run, and it writes the weights next
                 self._look_before_a_step(optimizer, self._loop.now)
 
