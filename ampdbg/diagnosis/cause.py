@@ -143,14 +143,8 @@ class Evidence(Evident):
         intended. For bad gradients, an op of either pass comes first if its inf or NaN reaches them."""
         made = () if self.is_fp32_finite else self.made.reference.producers
         phase = "forward" if self.is_of_loss else "backward"
-
-        def order(one: Producer) -> tuple[bool, bool]:
-            return not self._reaches(one), not one.nan
-
-        return min((one for one in made if one.phase == phase or self._reaches(one)), key=order, default=None)
-
-    def _reaches(self, one: Producer) -> bool:
-        return one.reaches_gradients and not self.is_of_loss
+        reaching = [one for one in made if one.reaches_gradients and not self.is_of_loss]
+        return min(reaching or [one for one in made if one.phase == phase], key=lambda one: not one.nan, default=None)
 
     @property
     def is_of_loss(self) -> bool:
@@ -192,12 +186,9 @@ class Evidence(Evident):
         """The result of FP64 for a step that is not finite in FP32."""
         if self.made.wide and self.made.wide.error:
             return f"FP64 raised an error: {self.made.wide.error}"
-        rows = (
-            (self.at_a_pole, self.at_a_pole),
-            (self.is_beyond_fp32, f"its values exceed FP32's range, not only {self.half}'s"),
-            (True, f"FP32 rounds too coarsely, not only {self.half}"),
-        )
-        return f"it is finite in FP64: {next(why for holds, why in rows if holds)}"
+        rounds = f"FP32 rounds too coarsely, not only {self.half}"
+        exceeds = f"its values exceed FP32's range, not only {self.half}'s"
+        return f"it is finite in FP64: {self.at_a_pole or (exceeds if self.is_beyond_fp32 else rounds)}"
 
     @property
     def at_a_pole(self) -> str:
@@ -808,27 +799,20 @@ class LostLosses(Evident):
 
     def findings(self) -> Iterator[Finding]:
         """Yield the cause that replays show, else a row of ``LOST``."""
-        taken = next(self._taken_with_bad_gradients(), None)
-        if taken is not None and all(taken.made.step <= step.step for step in self.steps):
-            yield taken.cause
+        # Without a scaler, bad gradients of a taken step make the weights non-finite.
+        taken = {step.step: step for step in self.run.steps if not step.skipped}
+        of_taken = (made for made in self.run.investigations if made.why == "gradients" and made.step in taken)
+        bad = next((made for made in of_taken if not blamed_in_batch(taken[made.step], self.run)), None)
+        if bad is not None and all(bad.step <= step.step for step in self.steps):
+            yield Evidence(bad, self.run).cause
             return
-        shown = (one for one in self.replayed if one.is_fp32_finite or not self._is_spoilt(one))
+        spoilt_at = self.first_spoilt.step.step if self.first_spoilt else math.inf
+        shown = (one for one in self.replayed if one.is_fp32_finite or one.made.step <= spoilt_at)
         surest = min(shown, key=lambda one: one.is_fp32_finite and one.is_in_doubt, default=None)
         if surest is not None:
             yield surest.cause
         elif self.steps and (self.replayed or not (self.run.script and self._is_of_a_batch(self.steps[0]))):
             yield first(LOST, self).finding(self)
-
-    def _is_spoilt(self, step: Evidence) -> bool:
-        """True if an earlier step has spoilt the weights."""
-        return self.first_spoilt is not None and self.first_spoilt.step.step < step.made.step
-
-    def _taken_with_bad_gradients(self) -> Iterator[Evidence]:
-        """Yield the taken steps with bad gradients. Without a scaler, these make the weights non-finite."""
-        taken = {step.step: step for step in self.run.steps if not step.skipped}
-        for made in self.run.investigations:
-            if made.why == "gradients" and made.step in taken and not blamed_in_batch(taken[made.step], self.run):
-                yield Evidence(made, self.run)
 
     def _is_of_scale(self, step: Step) -> bool:
         """True if the loss is computed from scaled gradients, and the loss scale was too high. All taken steps had a

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ampdbg.quantities import counted, listed, number, percent
+from ampdbg.quantities import counted, listed, number, percent, scale
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding, Severity
 
@@ -45,8 +45,8 @@ def fact(subject: Any, name: str) -> Any:
 
 
 class _Facts(string.Formatter):
-    """Formats a template with a subject's facts by name. ``{many:step}`` adds the noun to a count, and
-    ``{cost:percent}`` writes a percentage. A list shows its first items, or with ``{names:parameter}`` its length."""
+    """Formats a template with a subject's facts by name. ``{many:step}`` adds the noun to a count; ``{cost:percent}``
+    and ``{last:scale}`` use these functions. A list shows its first items, or with ``{names:parameter}`` its length."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         return fact(args[0], field_name), field_name
@@ -54,8 +54,8 @@ class _Facts(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, (list, tuple)):
             return self.format_field(len(value), format_spec) if format_spec else listed(value, NAMED)
-        if format_spec == "percent":
-            return percent(value)
+        if format_spec in ("percent", "scale"):
+            return {"percent": percent, "scale": scale}[format_spec](value)
         if isinstance(value, int) and len(format_spec) > 1:  # the spec is the noun that the number counts
             return counted(value, format_spec)
         is_number = isinstance(value, (int, float)) and not format_spec

@@ -20,21 +20,14 @@ from ampdbg.agreement import (
 )
 from ampdbg.diagnosis.cause import Evidence
 from ampdbg.diagnosis.decisions import Decision, fact, holding
-from ampdbg.diagnosis.producers import (
-    FAR_FROM_FP32,
-    Suspect,
-    format_of,
-    named,
-    overflow_in,
-    placed,
-)
+from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, format_of, named, overflow_in, placed
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import percent
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import place_of
-from ampdbg.record.run import Investigation, Producer, Record
+from ampdbg.record.run import Investigation, Record
 
 STARTS_LOW = (
     "make the loss larger, or start the scaler higher, as with GradScaler(init_scale=2.0**24): by itself it "
@@ -113,14 +106,9 @@ class HiddenFault(Evidence):
         return bool(self.made.rounded_angles) and self.hidden is None
 
     @property
-    def angular(self) -> Producer:
+    def angular(self) -> Suspect:
         """The sine or cosine with the largest distance from FP32."""
-        return self.made.rounded_angles[0]
-
-    @property
-    def which(self) -> str:
-        """The name and the module of ``angular``."""
-        return named(self.angular)
+        return Suspect(self.made, self.made.rounded_angles[0])
 
     @property
     def others_angular(self) -> int | None:
@@ -130,7 +118,7 @@ class HiddenFault(Evidence):
     @property
     def apart(self) -> float:
         """The spacing of the half format at the largest angle, in radians."""
-        return format_of(self.low.dtype).spacing_at(self.angular.input_largest)
+        return format_of(self.low.dtype).spacing_at(self.angular.producer.input_largest)
 
     @property
     def chooses_otherwise(self) -> bool:
@@ -180,7 +168,7 @@ class HiddenFault(Evidence):
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         """Return the place of the op that overflows, or of the first op that is far from FP32."""
-        far = self.angular if self.has_rounded_angles else self.made.first_far
+        far = self.angular.producer if self.has_rounded_angles else self.made.first_far
         at = {SILENT: fact(self, "suspect.producer"), FAR_FROM_FP32: far}.get(row.code)
         return placed(self.made, row.code, at)
 
@@ -188,8 +176,8 @@ class HiddenFault(Evidence):
 BOTH_LOSSES = "the loss is {low.loss}, and {made.reference.loss} in FP32"
 FIRST_FAR = "[; {first_far}]"
 ANGLES = (
-    "{which} takes angles up to {angular.input_largest}, where {half}'s numbers are {apart} apart; "
-    "its result is {angular.distance:percent} from FP32's[, and so are {others_angular:other}]"
+    "{angular.name} takes angles up to {angular.producer.input_largest}, where {half}'s numbers are {apart} apart; "
+    "its result is {angular.producer.distance:percent} from FP32's[, and so are {others_angular:other}]"
 )
 OF_ANGLES = (
     "make these angles in float32 with autocast disabled, of positions in float32; cast only their sine and cosine"

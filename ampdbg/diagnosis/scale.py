@@ -15,11 +15,10 @@ from operator import attrgetter
 from statistics import mode
 from typing import Any, Literal
 
-from ampdbg import quantities
 from ampdbg.diagnosis.cause import CALIBRATION, SKIPS_IN_A_ROW, Evidence, scale_floor
 from ampdbg.diagnosis.decisions import Decision, Evident, holding
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.quantities import counted, listed, number
+from ampdbg.quantities import counted, listed, number, scale
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import GroupOverflow, Record, Step
@@ -157,18 +156,13 @@ class ScaleCourse:
         return len(tries) > max(FEW_TRIES, self.ran // TOO_OFTEN)
 
     @cached_property
-    def scalers(self) -> dict[int, list[Step]]:
-        """The steps of each scaler by its number, in order of first step."""
-        found: dict[int, list[Step]] = {}
-        for step in self.steps:
-            found.setdefault(step.scaler, []).append(step)
-        return found
-
-    @property
     def later_scalers(self) -> list[list[Step]]:
-        """The steps of each scaler that replaces another. A scaler that does not belongs to a new model, as in a
-        fold."""
-        return [steps for steps in self.scalers.values() if steps[0].succeeds]
+        """The steps of each scaler that replaces another, in order of first step. A scaler that does not belongs to a
+        new model, as in a fold."""
+        scalers: dict[int, list[Step]] = {}
+        for step in self.steps:
+            scalers.setdefault(step.scaler, []).append(step)
+        return [steps for steps in scalers.values() if steps[0].succeeds]
 
     @cached_property
     def lost_to_scalers(self) -> list[Step]:
@@ -243,10 +237,6 @@ class Scaling(Evident, ScaleCourse):
         """True if a step with nonzero gradients was taken."""
         return any(not step.skipped and step.grad_norm != 0.0 for step in self.steps)
 
-    def works_soon_below(self, step: Evidence) -> bool:
-        """True if a scale that the scaler finds soon below the step's own would suffice."""
-        return self.is_calibration(step) and step.usable_scale >= step.low.scale / SOON
-
     @cached_property
     def follows_gradients(self) -> bool:
         """True if gradients grow and the scale follows: each new low works at once and loses no gradient."""
@@ -254,7 +244,8 @@ class Scaling(Evident, ScaleCourse):
         are_many = len(self.lows) + self.run.left_out.skipped > self.ran // SELDOM
         if len(self.lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or self.last_scale < 1.0:
             return False
-        return bool(self.replayed) and all(map(self.works_soon_below, self.replayed))
+        works_soon = (self.is_calibration(one) and one.usable_scale >= one.low.scale / SOON for one in self.replayed)
+        return bool(self.replayed) and all(works_soon)
 
     @property
     def oscillates(self) -> bool:
@@ -427,22 +418,18 @@ class Scaling(Evident, ScaleCourse):
     # Text of messages
 
     @property
-    def from_to(self) -> str:
-        return " to ".join(map(quantities.scale, (self.first_scale, self.last_scale)))
-
-    @property
     def new_scaler(self) -> str:
         """The scale of the last scaler, and how often a new one starts."""
         begun = [self.steps[0], *(steps[0] for steps in self.later_scalers)]
         apart = mode(now.iteration - before.iteration for before, now in pairwise(begun))
         every = counted(apart, "step") if apart > 1 else "step"
-        return f"a new one, at a loss scale of {quantities.scale(begun[-1].scale)}, every {every}"
+        return f"a new one, at a loss scale of {scale(begun[-1].scale)}, every {every}"
 
     @property
     def lower_start(self) -> float | None:
         """The lowest scale that worked, if a new scaler starts above it; else None."""
-        worked = (step.scale for step in self.steps if not step.skipped)
-        return min((scale for scale in worked if scale < self.later_scalers[-1][0].scale), default=None)
+        start = self.later_scalers[-1][0].scale
+        return min((one.scale for one in self.steps if not one.skipped and one.scale < start), default=None)
 
     @property
     def is_own(self) -> bool:
@@ -558,7 +545,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         "scale-collapse",
         "the loss scale keeps falling: 3 new lows, 5 skips in a row at the end, or below 1; it follows from the root",
         lambda it: it.is_lower and scale_floor(it.steps) is None and it.fails_at_one is None,
-        "the loss scale keeps falling, from {from_to}",
+        "the loss scale keeps falling, from {first_scale:scale} to {last_scale:scale}",
         ENDS,
         fields={"root": 0},
     ),
