@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import NO_USABLE_SCALE
@@ -59,15 +60,14 @@ def module_windows(sites: Iterable[Site]) -> Iterator[Window]:
 
 def window(sites: Iterable[Site], module: str = "") -> Window:
     """Return the scales at which all ``sites`` keep their gradients. Without ``module``, they are for the whole
-    model. Gradients that are only rounding error can be lost without harm, and set no floor."""
+    model."""
     sites = tuple(sites)
-    lowest = min((site for site in sites if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
-    losing = (site for site in sites if _floor(site) > 0.0 and not site.is_noise)
-    highest = max(losing, key=_floor, default=None)
+    lowest = min((site for site in sites if site.ceiling < math.inf), key=attrgetter("ceiling"), default=None)
+    highest = max((site for site in sites if site.floor > 0.0), key=attrgetter("floor"), default=None)
     return Window(
         module=module,
-        floor=_floor(highest) if highest else 0.0,
-        ceiling=_ceiling(lowest) if lowest else math.inf,
+        floor=highest.floor if highest else 0.0,
+        ceiling=lowest.ceiling if lowest else math.inf,
         lowest_ceiling=lowest,
         highest_floor=highest,
     )
@@ -233,7 +233,7 @@ def _overflows(record: Record) -> Iterator[Finding]:
     for site in record.sites:
         if overflows_at_any_scale([site]):
             yield _proposed(record, site, OVERFLOWS[site.phase], f"{_reach(site)}, above {limit_of(FLOAT16)}")
-        elif site.scale_ceiling is not None and site.scale_ceiling < 1.0 and site.overflow != "carried":
+        elif site.ceiling < 1.0 and site.overflow != "carried":
             why = f"{_reach(site)} at a loss scale of 1, so no scale of 1 or more is left"
             yield _proposed(record, site, OVERFLOWS["backward"], why)
 
@@ -272,11 +272,3 @@ def _proposed(record: Record, site: Site, code: str, message: str) -> Finding:
             "call": site.call,
         },
     )
-
-
-def _ceiling(site: Site) -> float:
-    return math.inf if site.scale_ceiling is None else site.scale_ceiling
-
-
-def _floor(site: Site) -> float:
-    return 0.0 if site.scale_floor is None else site.scale_floor

@@ -633,6 +633,16 @@ class Site:
     scale_floor: float | None = None
     is_noise: bool = False
 
+    @property
+    def ceiling(self) -> float:
+        """The highest loss scale without overflow; inf if nothing bounds it."""
+        return math.inf if self.scale_ceiling is None else self.scale_ceiling
+
+    @property
+    def floor(self) -> float:
+        """The lowest loss scale that keeps the gradient; 0 if nothing bounds it, as for noise, which may be lost."""
+        return 0.0 if self.scale_floor is None or self.is_noise else self.scale_floor
+
 
 @dataclass(frozen=True)
 class Readiness:

@@ -141,8 +141,8 @@ def range_map(record: Record, names: TextTable) -> tuple[Data, bytes]:
         "bits": [headroom_of(site) for site in shown],
         "max": [number(site.abs_max) for site in shown],
         "overflow": ["-" if not site.overflow else site.overflow[0] for site in shown],
-        "ceiling": [ceiling_of(site) for site in shown],
-        "floor": [floor_of(site) for site in shown],
+        "ceiling": [power_of(site.ceiling) for site in shown],
+        "floor": [power_of(site.floor) for site in shown],
         "calls": [site.calls for site in shown],
         "call": [site.call for site in shown],
         "size": [f"{site.size:,}" for site in shown],
@@ -176,7 +176,7 @@ def _scales(record: Record, whole: Window, of_run: int) -> Data:
     low = max(LOWEST_SCALE, min(0, *(end - 4 for end in ends), of_run))
     high = min(HIGHEST_SCALE, max(20, *(end + 4 for end in ends), of_run))
     powers = range(low, high + 1)
-    ceilings, floors = [ceiling_of(site) for site in gradients], [floor_of(site) for site in gradients]
+    ceilings, floors = [power_of(site.ceiling) for site in gradients], [power_of(site.floor) for site in gradients]
     return {
         "low": low,
         "words": [scale(math.ldexp(1.0, power)) for power in powers],
@@ -199,19 +199,8 @@ def _scale_of_run(record: Record) -> int:
 def _room(site: Site, at: int) -> float:
     """Return the powers of two up to FP16's limit; for a gradient to the nearer limit, at a loss scale of 2**``at``."""
     if site.phase == "backward":
-        return min(ceiling_of(site) - at, at - floor_of(site))
+        return min(power_of(site.ceiling) - at, at - power_of(site.floor))
     return math.inf if (bits := headroom_of(site)) is None else bits
-
-
-def ceiling_of(site: Site) -> int:
-    """Return the highest exponent of a loss scale at which nothing overflows."""
-    return ABOVE_ALL if site.scale_ceiling is None else power_of(site.scale_ceiling)
-
-
-def floor_of(site: Site) -> int:
-    """Return the lowest exponent of a loss scale that keeps the gradient; a gradient of noise may be lost."""
-    lost = site.scale_floor if not site.is_noise else None
-    return BELOW_ALL if lost is None else power_of(lost)
 
 
 def power_of(value: float) -> int:
@@ -264,7 +253,8 @@ class Node:
         self.sites += 1
         if site.phase == "forward":
             self.headroom = min(self.headroom, _room(site, 0))
-        self.ceiling, self.floor = min(self.ceiling, ceiling_of(site)), max(self.floor, floor_of(site))
+        self.ceiling = min(self.ceiling, power_of(site.ceiling))
+        self.floor = max(self.floor, power_of(site.floor))
 
 
 class Modules(dict[str, Node]):
