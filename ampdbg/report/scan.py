@@ -312,17 +312,16 @@ def _tensor_table(record: Record) -> view.Table:
             may_be_mask = counts.kind == "buffer" or counts.frozen
             if not (may_be_mask and at == 0 and counts.when == "before" and not counts.nan):
                 tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
-    rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
+    rows: list[tuple[str, ...]] = []
+    for (kind, name), shown in tensors.items():
+        first, counts = shown[0]
+        sample = f"sample {counts.first_index[0]}, " if counts.first_index and kind == "batch" else ""
+        at = f"{sample}[{', '.join(map(str, counts.first_index))}]" * bool(counts.first_index)
+        numbers = (f"{count:,}" for count in (counts.inf, counts.nan, counts.size))
+        rows.append((f"{kind} {name}".rstrip(), f"{len(shown):,}", f"{counts.when} {first}", *numbers, at))
     seen = AMONG.format(len(record.steps)) * (len(record.steps) != record.steps_run)
     title = f"Non-finite tensors, before or after a step{seen}"
-    return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=more(len(rows) - MAX_TENSORS))
-
-
-def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:
-    sample = f"sample {counts.first_index[0]}, " if counts.first_index and counts.kind == "batch" else ""
-    at = f"{sample}[{', '.join(map(str, counts.first_index))}]" * bool(counts.first_index)
-    numbers = (f"{count:,}" for count in (counts.inf, counts.nan, counts.size))
-    return (f"{counts.kind} {counts.name}".rstrip(), f"{steps:,}", f"{counts.when} {first}", *numbers, at)
+    return view.Table(title, TENSOR_COLUMNS, tuple(rows[:MAX_TENSORS]), below=more(len(rows) - MAX_TENSORS))
 
 
 def _facts(record: Record) -> Iterator[str]:
@@ -491,7 +490,9 @@ def _after_script(record: Record, script: ScriptRun, typed: view.CommandContext)
     # No step ran in half precision, which may be why nothing else was found.
     is_fp32 = record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
     needs_gpu = has_no_gpu and (obstacle or is_fp32)
-    again = _capturing_again(record, script) if is_cured else ""
+    was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
+    can_be_captured = is_cured and not (captures or script.processes > 1 or was_refused)
+    again = script.again(record.environment, record.last_failing_step)
     emulated = f"ampdbg run --emulate {'-m ' * script.is_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
@@ -502,19 +503,10 @@ def _after_script(record: Record, script: ScriptRun, typed: view.CommandContext)
             "the edit that cures it, where ampdbg knows one, proven by a short run",
             f"{suggest} {typed.record_path}",
         ),
-        (again, "capture a failing step, for a patch that cures it", again),
+        (can_be_captured, "capture a failing step, for a patch that cures it", again),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
     )
-
-
-def _capturing_again(record: Record, script: ScriptRun) -> str:
-    """Return the command that restarts the script and captures a failing step. Return "" if there is a capture, or if
-    the run has said why there is none."""
-    was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
-    if script.captures or script.processes > 1 or was_refused:
-        return ""
-    return script.again(record.environment, record.last_failing_step)
 
 
 def _of_root(captures: Sequence[str], record: Record) -> str:

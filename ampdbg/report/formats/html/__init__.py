@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -120,23 +120,12 @@ def _sections(record: Record, typed: view.CommandContext, page: view.Page) -> It
         yield harmless(trial_table(record, MOST_ROWS), typed.folder)
 
 
-@dataclass(frozen=True)
-class ShownPatch:
-    """The patch of a suggestion, as it is shown.
-
-    ``why_not_copied`` is empty if the shown text is the patch, byte for byte.
-    """
-
-    lines: tuple[str, ...]
-    folder: str
-    why_not_copied: str
-
-
 NOT_EXACT = "This page shows some of its characters as escapes; to apply it, print it with ampdbg suggest-fp32."
 NOT_WHOLE = "It is too long for this page; print it with ampdbg suggest-fp32."
 
 
-def _patch(record: Record) -> ShownPatch | None:
+def _patch(record: Record) -> dict[str, Any] | None:
+    """Return the patch as it is shown; ``why_not_copied`` is empty if that is the patch, byte for byte."""
     content = suggestion.content(record)
     if content is None or record.handover is None:
         return None
@@ -145,7 +134,7 @@ def _patch(record: Record) -> ShownPatch | None:
     lines = shown.removesuffix("\n").split("\n")
     cut = [clipped(line) for line in lines[:MOST_LINES]]
     why_not = NOT_EXACT if shown.encode() != content else NOT_WHOLE if cut != lines else ""
-    return ShownPatch(tuple(cut), harmless(folder), why_not)
+    return {"lines": cut, "folder": harmless(folder), "why_not_copied": why_not}
 
 
 def _config(record: Record, typed: view.CommandContext) -> list[str]:
