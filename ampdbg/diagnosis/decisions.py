@@ -90,7 +90,6 @@ class Decision(Generic[Subject]):
         evidence: names of further evidence, each with the name of its fact. None and empty values are omitted.
         remedy: a template; None for the remedy of the code or the place.
         severity: None for the severity of the code.
-        fields: further fields of the finding.
     """
 
     code: str
@@ -100,7 +99,6 @@ class Decision(Generic[Subject]):
     evidence: Mapping[str, str] = field(default_factory=dict)
     remedy: str | None = None
     severity: Severity | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def says(self, subject: Subject) -> str:
         """Return the message about a subject that satisfies the condition."""
@@ -113,7 +111,7 @@ class Decision(Generic[Subject]):
         known |= {name: value for name, value in own.items() if value not in MISSING}
         remedy = {} if self.remedy is None else {"remedy": said(self.remedy, subject)}
         severity = {} if self.severity is None else {"severity": self.severity}
-        given = {**subject.place(self), **self.fields, **remedy, **severity}
+        given = {**subject.place(self), **remedy, **severity}
         return finding_of(self.code, message=self.says(subject), evidence=known, **given)
 
 

@@ -23,7 +23,7 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import GroupOverflow, Record, Step
 
-RUNAWAY, OSCILLATION, RESTART = "scale-runaway", "scale-oscillation", "scale-restart"
+RUNAWAY, OSCILLATION, RESTART, COLLAPSE = "scale-runaway", "scale-oscillation", "scale-restart", "scale-collapse"
 
 LIMITLESS = 2.0**32
 """A larger loss scale has no limit: half gradients normally overflow long before."""
@@ -71,12 +71,30 @@ def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
     return any(parameter.nan for parameter in counts) and not any(parameter.inf for parameter in counts)
 
 
+Skips = Literal["none", "own", "restarting", "raised", "following", "falling", "faulty", "settling"]
+"""The kinds of skips of an optimizer.
+
+The script itself withholds ``own`` steps. ``restarting`` comes from ever new scalers, ``raised`` from a scale that
+grows too often, and ``following`` from growing gradients. ``falling`` is a scale that keeps falling, ``settling`` one
+that settles. No lower scale cures ``faulty`` steps.
+"""
+
+
 @dataclass(frozen=True, eq=False)
-class ScaleCourse:
-    """The loss scale over one optimizer's steps. ``ran`` also counts the steps that a long run omits."""
+class Scaling(Evident):
+    """The facts about the loss scale of one optimizer.
+
+    Attributes:
+        steps: its steps with a scaler; all steps if there is none.
+        ran: the number of these steps, with those that a long run omits.
+        run: the record of the optimizer alone.
+    """
 
     steps: Sequence[Step]
     ran: int
+    run: Record
+
+    # The course of the scale
 
     @cached_property
     def grown(self) -> set[int]:
@@ -118,10 +136,10 @@ class ScaleCourse:
 
     @cached_property
     def settled_at(self) -> float | None:
-        """The last scale of a taken step without a later skip at that scale or below, or None. Steps with only zero
-        gradients are ignored, because they would be taken at any scale."""
-        skipped_at = math.inf
-        for step in reversed(self.steps if self.skips_at_the_end <= 1 else ()):
+        """The last scale of a taken step without a later skip at that scale or below. None if there is none, or a lower
+        scale will be tried. Steps with only zero gradients are ignored, because they would be taken at any scale."""
+        skipped_at, is_open = math.inf, self.will_work or self.skips_at_the_end > 1
+        for step in reversed(() if is_open else self.steps):
             if step.skipped:
                 skipped_at = min(skipped_at, step.scale)
             elif step.scale < skipped_at and step.grad_norm != 0.0:
@@ -136,7 +154,7 @@ class ScaleCourse:
         return are_low or are_many or self.skips_at_the_end >= SKIPS_IN_A_ROW
 
     @cached_property
-    def of_finite_losses(self) -> ScaleCourse:
+    def of_finite_losses(self) -> Scaling:
         """The course of the scale if no step with a non-finite loss had changed it."""
         kept, scale = [], self.steps[0].scale
         for step, after in zip(self.steps, [*self.steps[1:], self.steps[-1]], strict=True):
@@ -144,7 +162,7 @@ class ScaleCourse:
                 kept.append(replace(step, scale=scale))
                 moved = after.scale / step.scale if step.scale > 0.0 else 1.0
                 scale *= moved if step.skipped else max(moved, 1.0)  # steps in between may have been omitted
-        return ScaleCourse(kept, self.ran - len(self.steps) + len(kept))
+        return replace(self, steps=kept, ran=self.ran - len(self.steps) + len(kept))
 
     @property
     def tries(self) -> list[Step]:
@@ -181,22 +199,7 @@ class ScaleCourse:
                 taken = 0
         return mode(found)
 
-
-Skips = Literal["none", "own", "restarting", "raised", "following", "falling", "faulty", "settling"]
-"""The kinds of skips of an optimizer.
-
-The script itself withholds ``own`` steps. ``restarting`` comes from ever new scalers, ``raised`` from a scale that
-grows too often, and ``following`` from growing gradients. ``falling`` is a scale that keeps falling, ``settling`` one
-that settles. No lower scale cures ``faulty`` steps.
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class Scaling(Evident, ScaleCourse):
-    """The facts about the loss scale of one optimizer. ``run`` is the record of the optimizer alone, and ``steps``
-    are its steps with a scaler."""
-
-    run: Record
+    # What explains its skips
 
     @cached_property
     def skipped(self) -> list[Step]:
@@ -265,11 +268,6 @@ class Scaling(Evident, ScaleCourse):
         of_penalty = self.replayed[: int(self.run.scales_gradients and self.keeps_falling)]
         is_open = not self.has_worked or any(one.usable_scale < self.last_scale for one in of_penalty)
         return bool(self.lasting) and all(map(self.is_calibration, self.replayed)) and is_open
-
-    @cached_property
-    def settled_at(self) -> float | None:
-        """As in any course, but None if a lower scale will be tried."""
-        return None if self.will_work else super().settled_at
 
     @cached_property
     def skip_kind(self) -> Skips:
@@ -484,6 +482,8 @@ class Scaling(Evident, ScaleCourse):
         }
         first = next(iter(begins.get(row.code, self.falling)))
         found = {"step": first.step, "phase": "backward"}
+        if row.code == COLLAPSE:
+            return {**found, "root": 0}
         if row.code == RESTART and self.run.took_no_step:
             return {**found, "severity": "error"}
         if row.code == UNKNOWN:
@@ -542,12 +542,11 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         {"skipped": "many", "narrowest_step": "narrowest.step", "groups": "groups"},
     ),
     Decision(
-        "scale-collapse",
+        COLLAPSE,
         "the loss scale keeps falling: 3 new lows, 5 skips in a row at the end, or below 1; it follows from the root",
         lambda it: it.is_lower and scale_floor(it.steps) is None and it.fails_at_one is None,
         "the loss scale keeps falling, from {first_scale:scale} to {last_scale:scale}",
         ENDS,
-        fields={"root": 0},
     ),
     Decision(
         CALIBRATION,

@@ -14,7 +14,7 @@ from ampdbg.commands.scan import exit_code
 from ampdbg.diagnosis.cause import Evidence
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import culprit
-from ampdbg.diagnosis.scale import MANY_UNEXPLAINED, ScaleCourse
+from ampdbg.diagnosis.scale import MANY_UNEXPLAINED, scalings
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import (
@@ -241,7 +241,7 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
     pattern = "xx" + ("." * 10 + "x") * 12 + "." * 5
     steps = steps_of(pattern, interval=10)
     assert sum(step.skipped for step in steps) == 14
-    assert ScaleCourse(steps, len(steps)).lows == []
+    assert [scaling.lows for scaling in scalings(record_of(steps))] == [[]]
     assert diagnosed(steps).verdict == "healthy"
 
 
@@ -798,7 +798,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     record = record_of(steps_of(pattern, interval))
     found = diagnose(record)
     assert diagnose(found) == found
-    assert all(step.skipped for step in ScaleCourse(record.steps, record.steps_run).lows)
+    assert all(step.skipped for scaling in scalings(record) for step in scaling.lows)
     is_sound = all(finding.severity == "info" for finding in found.findings)
     is_told = not any(MANY_UNEXPLAINED in finding.evidence for finding in found.findings)
     assert (found.verdict == "healthy") == (is_sound and is_told and not record.took_no_step)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.scale import ScaleCourse
+from ampdbg.diagnosis.scale import scalings
 from ampdbg.record.run import Investigation, Replay, Step
 from tests.diagnosis.test_diagnose import record_of, steps_of
 
@@ -20,7 +20,7 @@ FP64 = {"fails": Replay("float64", 1.0, 1.0, math.nan, gradients=("w",)), "comes
 
 
 def settled(steps: Sequence[Step]) -> float | None:
-    return ScaleCourse(steps, len(steps)).settled_at
+    return next(scalings(record_of(steps))).settled_at
 
 
 def with_norms(steps: Sequence[Step], norm: float | None) -> tuple[Step, ...]:
