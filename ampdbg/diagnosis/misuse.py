@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
 from ampdbg.diagnosis.scale import scalings
-from ampdbg.record.codes import CODES, Code, finding_of
+from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Severity
-from ampdbg.record.run import Misuse, Record
+from ampdbg.record.run import Record
 from ampdbg.source.ownership import lies_in_library
 
 
@@ -37,6 +37,15 @@ def _findings(record: Record) -> Iterator[Finding]:
     reported = {record.autocast_error.code if record.autocast_error else ""}
     for found in (one for one in record.misuses if one.code in CODES.keys() - reported):
         code = CODES[found.code]
+        is_librarys = found.source is not None and lies_in_library(found.source.file)
+        lows = (step for scaling in scalings(record) for step in scaling.lows)
+        # A few skips at the start or right after growth, which every healthy run has.
+        settles = found.count < SKIPS_IN_A_ROW and all(step.step < found.step for step in lows)
+        is_rare = found.count < code.harmless_share * record.steps_run or settles
+        is_harmless = (code.is_of_a_region and is_librarys) or (code.harmless_share > 0.0 and is_rare)
+        severity: Severity = "info" if is_harmless else code.severity
+        if found.raised:  # torch's error ends the run
+            severity = "error"
         times = f", at {found.count} calls" if found.count > 1 and code.is_counted else ""
         refused = f"; torch says: {found.raised}" if found.raised else ""
         yield finding_of(
@@ -44,28 +53,8 @@ def _findings(record: Record) -> Iterator[Finding]:
             found.step,
             "optimizer",
             f"{code.message}{times}{refused}",
-            severity=_severity(found, code, record),
-            remedy=(_is_librarys(found) and code.remedy_in_library) or code.remedy,
+            severity=severity,
+            remedy=(is_librarys and code.remedy_in_library) or code.remedy,
             source=found.source,
             evidence={"count": found.count, "steps": record.steps_run},
         )
-
-
-def _severity(found: Misuse, code: Code, record: Record) -> Severity:
-    """Return ``error`` if torch raised an error, which ends the run. Return ``info`` for rare misuses, and for an
-    autocast region that a library opens."""
-    if found.raised:
-        return "error"
-    few = found.count < code.harmless_share * record.steps_run or _settles_the_scale(found, record)
-    is_harmless = (code.is_of_a_region and _is_librarys(found)) or (code.harmless_share > 0.0 and few)
-    return "info" if is_harmless else code.severity
-
-
-def _settles_the_scale(found: Misuse, record: Record) -> bool:
-    """True if the misuse concerns a few skips at the start or right after growth, which every healthy run has."""
-    lows = (step for scaling in scalings(record) for step in scaling.lows)
-    return found.count < SKIPS_IN_A_ROW and all(step.step < found.step for step in lows)
-
-
-def _is_librarys(found: Misuse) -> bool:
-    return found.source is not None and lies_in_library(found.source.file)
