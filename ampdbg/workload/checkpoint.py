@@ -179,13 +179,10 @@ def _inside(content: Any, names: Sequence[str]) -> tuple[Any, ...]:
     for name in names:
         value = _mapping(content).get(name)
         states = value if isinstance(value, (list, tuple)) else (value,)
-        if any(_has_any(inner) for state in states for inner in _mapping(state).values()):
+        inside = [inner for state in states for inner in _mapping(state).values()]
+        if any(not isinstance(inner, (Mapping, list, tuple)) or inner for inner in inside):
             return tuple(states)
     return ()
-
-
-def _has_any(value: Any) -> bool:
-    return not isinstance(value, (Mapping, list, tuple)) or len(value) > 0
 
 
 def _read(path: Path, where: str) -> Any:

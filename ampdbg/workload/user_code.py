@@ -50,15 +50,23 @@ class UserCode:
             UserCodeError: the code raised, even SystemExit or another BaseException, which is the ``__cause__``.
                 KeyboardInterrupt and ampdbg's own errors propagate unchanged.
         """
-        with self._importable():
-            try:
-                yield
-            except (AmpdbgError, KeyboardInterrupt):
-                raise
-            except BaseException as caught:  # noqa: BLE001 - it becomes the cause of a UserCodeError
-                error = _readable(caught)
-                message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
-                raise UserCodeError(message, user_traceback(error)) from error
+        before, after = [str(folder) for folder in self.folders], str(self.start)
+        sys.path[:] = [*before, *sys.path, after]
+        try:
+            yield
+        except (AmpdbgError, KeyboardInterrupt):
+            raise
+        except BaseException as caught:  # noqa: BLE001 - it becomes the cause of a UserCodeError
+            error = _readable(caught)
+            message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
+            raise UserCodeError(message, user_traceback(error)) from error
+        finally:
+            # The user's code may have removed some entries itself.
+            for entry in before:
+                with contextlib.suppress(ValueError):
+                    sys.path.remove(entry)
+            if after in sys.path:
+                del sys.path[-1 - sys.path[::-1].index(after)]
 
     @contextlib.contextmanager
     def reading(self, doing: str) -> Iterator[None]:
@@ -78,20 +86,6 @@ class UserCode:
             if not _came_from_users(raised):
                 raise
             raise UserCodeError(f"{doing} raised {_in_a_line(raised)}", user_traceback(raised)) from raised
-
-    @contextlib.contextmanager
-    def _importable(self) -> Iterator[None]:
-        before, after = [str(folder) for folder in self.folders], str(self.start)
-        sys.path[:] = [*before, *sys.path, after]
-        try:
-            yield
-        finally:
-            # The user's code may have removed some entries itself.
-            for entry in before:
-                with contextlib.suppress(ValueError):
-                    sys.path.remove(entry)
-            if after in sys.path:
-                del sys.path[-1 - sys.path[::-1].index(after)]
 
 
 def _readable(error: BaseException) -> BaseException:
