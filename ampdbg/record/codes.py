@@ -90,14 +90,6 @@ FACTS = ("step", "phase", "where", "cause", "skips", "losses", "falling", "first
 ``falling``, ``first``, ``last`` and ``settles`` describe the loss scale. ``verdict`` is for runs without a fault.
 """
 
-FORWARD = "Forward pass"
-GRADIENTS = "Gradients and loss scale"
-DATA = "Data and weights"
-OTHER = "Other causes"
-CALLS = "Misuse: calls in the wrong order"
-SETUP = "Misuse: autocast and scaler set up wrongly"
-OLD = "Old mixed-precision APIs, found by ampdbg lint"
-
 WHY_NO_PIN = "ampdbg looks for no pin: repair this misuse first, since it can cause the other failures."
 
 
@@ -585,13 +577,13 @@ _OLD = (
 CODES: Mapping[str, Code] = {
     code.name: replace(code, family=family)
     for family, codes in {
-        FORWARD: _FORWARD,
-        GRADIENTS: _GRADIENTS,
-        DATA: _DATA,
-        OTHER: _OTHER,
-        CALLS: _CALLS,
-        SETUP: _SETUP,
-        OLD: _OLD,
+        "Forward pass": _FORWARD,
+        "Gradients and loss scale": _GRADIENTS,
+        "Data and weights": _DATA,
+        "Other causes": _OTHER,
+        "Misuse: calls in the wrong order": _CALLS,
+        "Misuse: autocast and scaler set up wrongly": _SETUP,
+        "Old mixed-precision APIs, found by ampdbg lint": _OLD,
     }.items()
     for code in codes
 }

@@ -109,7 +109,8 @@ class RunLog:
         self._seen = tuple(investigations)
         if news != self._news or time.monotonic() - self._said > NEWS:
             self._news, self._said = news, time.monotonic()
-            self._note_record(record())
+            self._record = _line("record", replace(record(), steps=(), investigations=()))
+            self._write(self._record)
 
     def end(self, record: Record) -> None:
         """Write the final record and close the log. A run without a step has no log."""
@@ -120,10 +121,6 @@ class RunLog:
         self.note(object(), lambda: record, record.investigations)
         self._is_over = True
         self._close()
-
-    def _note_record(self, record: Record) -> None:
-        self._record = _line("record", replace(record, steps=(), investigations=()))
-        self._write(self._record)
 
     @property
     def _is_writable(self) -> bool:

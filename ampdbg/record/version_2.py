@@ -13,9 +13,8 @@ DAMAGED = AttributeError, KeyError, TypeError, ValueError
 def upgraded(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the plain data of a version 2 record in the current form."""
     fields = dict(record)
-    for name, upgrade in UPGRADES.items():
-        with contextlib.suppress(*DAMAGED):
-            fields[name] = [*map(upgrade, record.get(name, ()))]
+    with contextlib.suppress(*DAMAGED):
+        fields["investigations"] = [*map(upgraded_investigation, record.get("investigations", ()))]
     with contextlib.suppress(*DAMAGED):
         search = record["search"]
         fields["search"] = {**search, "outcome": OUTCOMES.get(search["outcome"], search["outcome"])}
@@ -38,7 +37,6 @@ def upgraded_investigation(made: Any) -> Any:
     return made
 
 
-UPGRADES = {"investigations": upgraded_investigation}
 OUTCOMES = {"spoilt-input": "not-reproduced"}
 """Current names of version 2 outcomes. A step with ``spoilt-input`` may have computed its own inputs: replays showed
 nothing."""

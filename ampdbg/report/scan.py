@@ -121,13 +121,10 @@ def stopped(record: Record) -> str:
     )
 
 
-HEALTHY = "{verdict}: {skips}."
-
-
 def _sentence(record: Record) -> str:
     for finding in record.findings[:1]:
         code = catalogued(finding.code)
-        template = (code.information or HEALTHY) if finding.severity == "info" else code.headline
+        template = (code.information or "{verdict}: {skips}.") if finding.severity == "info" else code.headline
         template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record))
     in_fp32 = ", and no step that ampdbg examined ran in half precision" * (record.environment.policy == "none")
