@@ -7,19 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from ampdbg.diagnosis.ranges import Window, module_windows, window
-from ampdbg.record.findings import Finding, Phase
+from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Site
 
 LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
 """Loss scales outside this range are not compared. No training uses lower scales, and higher ones gain nothing (the
 second is Apex's maximum)."""
 
-SitePlace = tuple[Phase, str, str]
-"""Phase, module and op. The line is left out, because lines move between versions of the code."""
+PLACE = attrgetter("phase", "module", "op")
+"""The place of a site. The line is left out, because lines move between versions of the code."""
 
+FINDING = attrgetter("code", "module", "op", "parameter")
+"""What makes two findings the same."""
 
 Of = TypeVar("Of")
 Compared = TypeVar("Compared")
@@ -66,8 +69,8 @@ class Comparison:
         if not self.has_ranges:
             return ()
         starts = [[site for site in record.sites if site.overflow == "starts"] for record in (self.then, self.now)]
-        then, now = (Counter(map(_place, sites)) for sites in starts)
-        example = {_place(site): site for sites in starts for site in reversed(sites)}
+        then, now = (Counter(map(PLACE, sites)) for sites in starts)
+        example = {PLACE(site): site for sites in starts for site in reversed(sites)}
         both = ((site, then[place], now[place]) for place, site in example.items())
         return tuple(Change(site, before, after, after - before, before - after) for site, before, after in both)
 
@@ -138,25 +141,13 @@ def _most_lost(changes: Iterable[Change[str, Compared]]) -> tuple[Change[str, Co
 
 
 def _beyond(one: Record, other: Record) -> Iterator[Finding]:
-    """Yield the findings that the first record has more often than the second."""
-    left = Counter(map(_key, _counted(other)))
-    for finding in _counted(one):
-        if left[_key(finding)]:
-            left[_key(finding)] -= 1
-        else:
+    """Yield the independent findings that the first record has more often than the second."""
+    found, known = ([each for each in record.faults if each.root is None] for record in (one, other))
+    left = Counter(map(FINDING, known))
+    for finding in found:
+        left[FINDING(finding)] -= 1
+        if left[FINDING(finding)] < 0:
             yield finding
-
-
-def _counted(record: Record) -> Iterator[Finding]:
-    return (finding for finding in record.faults if finding.root is None)
-
-
-def _key(finding: Finding) -> tuple[str, str, str, str]:
-    return finding.code, finding.module, finding.op, finding.parameter
-
-
-def _place(site: Site) -> SitePlace:
-    return site.phase, site.module, site.op
 
 
 def _tightest(sites: Iterable[Site]) -> dict[str, float]:

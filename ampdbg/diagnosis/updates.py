@@ -151,27 +151,19 @@ class HalfUpdates(Evident):
         return sum(one.lost * one.way for one in self.seen.averages) / sum(one.way for one in self.seen.averages)
 
     @property
-    def constant_decay(self) -> float | None:
-        """The decay of the slowest average if it never changed, else None."""
-        first = self.slowest.first_decay
-        return self.slowest.decay if first in (None, self.slowest.decay) else None
-
-    @property
-    def changing_decay(self) -> str:
-        """The first and the last decay if it changed, else ""."""
-        changes = self.constant_decay is None
-        return f"{number(self.slowest.first_decay)} to {number(self.slowest.decay)}" * changes
+    def about_decay(self) -> str:
+        """How the decay of the slowest average changed; if it did not, how far an average can be from its weight while
+        no step moves it. Half a unit in the last place is at least 2**-(precision + 1) of a value."""
+        first, last = self.slowest.first_decay, self.slowest.decay
+        if first not in (None, last):
+            return f"The decay went from {number(first)} to {number(last)}"
+        distance = multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - last), 1.0)
+        return f"At a decay of {last:g} no value moves whose weight is less than {distance} its size away from it"
 
     @property
     def repair(self) -> str:
         larger = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
         return CODES[SMALL_UPDATES].remedy + (larger if self.seen.vanishing_eps else "")
-
-    @property
-    def frozen_distance(self) -> str:
-        """How far an average can be from its weight, relative to its size, while no step moves it. Half a unit in
-        the last place is at least 2**-(precision + 1) of a value."""
-        return multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - self.slowest.decay), 1.0)
 
     @property
     def of_kinds(self) -> str:
@@ -232,14 +224,9 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
 
 FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
 
-STOPS = (
-    "[. The decay went from {changing_decay}][. At a decay of {constant_decay:g} no value moves whose weight is less "
-    "than {frozen_distance} its size away from it]"
-)
-
 STILL_AVERAGES = (
     "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. Of the way of all "
-    "{seen.averages:half average} {lost_of_averages:.0%} is lost" + STOPS
+    "{seen.averages:half average} {lost_of_averages:.0%} is lost. {about_decay}"
 )
 OF_AVERAGES = {
     PARAMETERS: "averages.name",
@@ -311,7 +298,7 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "every average kept in half moves, but all together lose over half of their way in float32",
         lambda it: not it.averages and bool(it.losing) and it.lost_of_averages > MOST_OF_THE_UPDATE,
         "of the way of all {seen.averages:half average} in {slowest.steps:step} {lost_of_averages:.0%} is lost, most "
-        "of {losing_averages}" + STOPS,
+        "of {losing_averages}. {about_decay}",
         {**OF_AVERAGES, PARAMETERS: "losing.name"},
         severity="warning",
     ),

@@ -240,16 +240,10 @@ def _first_mistake(error: ValidationError) -> str:
 
 
 def _check_references(record: Record) -> None:
-    """Check the indices that refer to findings.
-
-    Raises:
-        RecordError: no finding has such an index.
-    """
+    """Raise RecordError if an index refers to a finding that the record does not have."""
     count = len(record.findings)
-    for name, indices in (
-        ("findings[{}].root", [finding.root for finding in record.findings]),
-        ("pins[{}].reason", [pin.reason for pin in record.pins]),
-    ):
-        for index, other in enumerate(indices):
-            if other is not None and not 0 <= other < count:
-                raise RecordError(f"a damaged record: {name.format(index)}: got {other}; there are {count} findings")
+    indices = {f"findings[{at}].root": finding.root for at, finding in enumerate(record.findings)}
+    indices |= {f"pins[{at}].reason": pin.reason for at, pin in enumerate(record.pins)}
+    for name, index in indices.items():
+        if index is not None and index >= count:
+            raise RecordError(f"a damaged record: {name}: got {index}; there are {count} findings")
