@@ -304,11 +304,7 @@ def test_weights_are_bit_identical_with_and_without_watching(
                     if enabled:
                         scaler.unscale_(optimizer)
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-                if enabled:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
+                end_step(optimizer, scaler if enabled else None)
         return model.state_dict()
 
     bare, watched = trained(False), trained(True)
@@ -323,6 +319,14 @@ def descends(self: torch.optim.Optimizer, closure: Any = None) -> Any:
             for parameter in group["params"]:
                 parameter.sub_(parameter.grad, alpha=group["lr"])
     return loss
+
+
+def end_step(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> None:
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def set_step(optimizer: torch.optim.Optimizer) -> None:
@@ -347,11 +351,7 @@ def test_a_step_set_on_an_optimizer_is_seen_once_and_writes_the_same_bits(enable
                     set_step(optimizer)
                 loss = model(torch.ones(2, 3)).square().mean() * (math.inf if enabled and number == 4 else 1.0)
                 (scaler.scale(loss) if enabled else loss).backward()
-                if enabled:
-                    scaler.step(optimizer)
-                    scaler.update()
-                else:
-                    optimizer.step()
+                end_step(optimizer, scaler if enabled else None)
                 if not (enabled and number == 4):
                     schedule.step()
                 optimizer.zero_grad()
@@ -389,25 +389,20 @@ class Around(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
+FOLLOWED = {"both": (True, True), "the outer": (False, True), "the inner": (True, False)}
+"""Whether the inner and the outer of two nested optimizers are watched."""
+
+
+@pytest.mark.parametrize("follows", FOLLOWED)
 @pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "bare"])
 def test_the_outermost_watched_optimizer_of_nested_optimizers_makes_the_step(enabled: bool, follows: str) -> None:
     model, inner, scaler = scaled_loop()
     outer = Around(inner)
-    ways: dict[str, list[torch.optim.Optimizer]] = {
-        "both": [inner, outer],
-        "the outer": [outer],
-        "the inner": [inner],
-    }
-    with watch(model, ways[follows]) as watched:
+    with watch(model, [*itertools.compress((inner, outer), FOLLOWED[follows])]) as watched:
         for factor in (1.0, math.inf, 1.0) if enabled else (1.0, 1.0, 1.0):
             loss = model(torch.ones(2, 3)).square().mean() * factor
             (scaler.scale(loss) if enabled else loss).backward()
-            if enabled:
-                scaler.step(outer)
-                scaler.update()
-            else:
-                outer.step()
+            end_step(outer, scaler if enabled else None)
             outer.zero_grad()
     assert watched.misuses == ()
     if follows != "the inner" or not enabled:  # a scaler is only seen to skip steps of watched optimizers
@@ -433,7 +428,7 @@ class ByItsScaler(Around):
         self.scaler.update()
 
 
-@pytest.mark.parametrize("follows", ["both", "the outer", "the inner"])
+@pytest.mark.parametrize("follows", FOLLOWED)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("bare", [(), (1, 2, 3), (3,)])
 def test_a_scaler_step_inside_a_step_counts_once_and_a_step_past_the_scaler_is_bare(
@@ -441,12 +436,7 @@ def test_a_scaler_step_inside_a_step_counts_once_and_a_step_past_the_scaler_is_b
 ) -> None:
     model, inner, scaler = scaled_loop()
     outer = ByItsScaler(inner, scaler, frozenset(bare), clips)
-    ways: dict[str, list[torch.optim.Optimizer]] = {
-        "both": [inner, outer],
-        "the outer": [outer],
-        "the inner": [inner],
-    }
-    with watch(model, ways[follows]) as watched:
+    with watch(model, [*itertools.compress((inner, outer), FOLLOWED[follows])]) as watched:
         for factor in (1.0, math.inf, 1.0):
             outer.zero_grad()
             scaler.scale(model(torch.ones(2, 3)).square().mean() * factor).backward()
@@ -1166,23 +1156,13 @@ def test_steps_of_a_replay_are_not_recorded_by_a_watch_of_the_user() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_run_whose_gradients_are_all_zero_has_a_note(factor: float) -> None:
-    model, optimizer = small_loop(lr=1e-3)
-    with watch(model, optimizer) as watcher:
-        for _ in range(FEW_STEPS):
-            one_step(model, optimizer, GradScaler("cpu", init_scale=4.0), factor=factor)
-    said = FLAT.format(f"{FEW_STEPS} measured steps")
-    assert (said in watcher.notes) is (factor == 0.0)
-
-
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_a_run_whose_few_taken_steps_have_zero_gradients_has_a_note(factor: float) -> None:
-    model, optimizer = small_loop(lr=1e-3)
-    scaler = GradScaler("cpu", init_scale=4.0)
+@pytest.mark.parametrize("taken", [FEW_STEPS, 2])
+def test_a_run_whose_taken_steps_all_have_zero_gradients_has_a_note(taken: int, factor: float) -> None:
+    model, optimizer, scaler = scaled_loop(lr=1e-3)
     with watch(model, optimizer) as watcher:
         for step in range(FEW_STEPS):
-            one_step(model, optimizer, scaler, factor=math.inf if step < FEW_STEPS - 2 else factor)
-    assert (FLAT.format("2 measured steps") in watcher.notes) is (factor == 0.0)
+            one_step(model, optimizer, scaler, factor=math.inf if step < FEW_STEPS - taken else factor)
+    assert (FLAT.format(f"{taken} measured steps") in watcher.notes) is (factor == 0.0)
 
 
 @pytest.mark.parametrize("heals", [False, True])

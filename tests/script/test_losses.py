@@ -275,13 +275,9 @@ for _ in range(8):
 GRADIENTS = {"twice": "torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]", "once": "y - y.detach()"}
 
 
-def penalty(gradient: str, safe: float) -> str:
-    return PENALTY.replace("GRADIENT", GRADIENTS[gradient]).replace("SAFE", str(safe))
-
-
 @pytest.mark.parametrize("gradient", slow_except(["twice"], GRADIENTS))
 def test_a_square_root_of_zero_is_a_true_nan_if_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
-    _, record = run(tmp_path, penalty(gradient, 0.0))
+    _, record = run(tmp_path, PENALTY.replace("GRADIENT", GRADIENTS[gradient]).replace("SAFE", "0.0"))
     assert (record.verdict, *first_finding(record)[:2]) == ("other", "true-nan", 0)
     assert first_finding(record)[3].startswith("loss = ((torch.sqrt(")
 
@@ -289,7 +285,7 @@ def test_a_square_root_of_zero_is_a_true_nan_if_the_input_needs_gradients(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_a_square_root_with_an_eps_is_healthy_if_the_input_needs_gradients(tmp_path: Path, gradient: str) -> None:
-    _, record = run(tmp_path, penalty(gradient, 1e-4))
+    _, record = run(tmp_path, PENALTY.replace("GRADIENT", GRADIENTS[gradient]).replace("SAFE", "1e-4"))
     assert (record.verdict, {found.severity for found in record.findings} - {"info"}) == ("healthy", set())
 
 

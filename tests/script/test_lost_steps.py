@@ -177,15 +177,10 @@ def test_a_nonzero_exit_after_an_evaluation_pass_is_inconclusive(tmp_path: Path)
     assert "the script ended with exit code 3 in step 8, after a forward pass without a backward pass" in page
 
 
-def test_a_nonzero_exit_after_a_finished_step_is_healthy(tmp_path: Path) -> None:
+def test_a_nonzero_exit_after_a_finished_step_is_healthy_and_the_saved_model_is_the_same(tmp_path: Path) -> None:
     record, _, code = run_with_page(tmp_path, STOPS, "nothing", "ends")
     assert (code, record.verdict, record.error) == (3, "healthy", "")
-
-
-@pytest.mark.slow
-def test_a_model_saved_as_an_object_has_the_same_bytes_as_without_ampdbg(tmp_path: Path) -> None:
-    run_with_page(tmp_path, STOPS, "nothing", "goes on")
-    assert_unwatched_saves_the_same(tmp_path, "nothing", "goes on")
+    assert_unwatched_saves_the_same(tmp_path, "nothing", "ends")  # the model is saved as an object
 
 
 def test_no_investigate_replays_nothing_if_the_script_exits(tmp_path: Path) -> None:
@@ -193,14 +188,6 @@ def test_no_investigate_replays_nothing_if_the_script_exits(tmp_path: Path) -> N
     assert (code, record.verdict, record.findings, record.investigations) == (7, "inconclusive", (), ())
     assert "the script ended with exit code 7 in step 5, after a forward pass without a backward pass" in page
     assert "ampdbg replays that step now" not in page
-
-
-@pytest.mark.slow
-def test_one_failing_step_in_mid_run_is_replayed_and_changes_no_weight(tmp_path: Path) -> None:
-    record, page, _ = run_with_page(tmp_path, STOPS, "model", "once")
-    assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
-    assert "step 5 is not finite; the script waits while ampdbg replays it, also in FP32" in page
-    assert_unwatched_saves_the_same(tmp_path, "model", "once")
 
 
 LOST = {"once": 8, "behind": 6, "breaks behind": 6, "behind the first": 1, "writes behind": 6, "bare": 8}
@@ -217,6 +204,10 @@ def test_a_step_with_a_non_finite_loss_is_named_captured_and_replayed(tmp_path: 
     assert steps_captured(record)[0] == step
     assert len(captured(record)) == 1 or how == "bare"  # with a scaler no other step fails
     assert "was not captured" not in page
+    if how == "once":
+        assert (record.steps_skipped, [made.step for made in record.investigations]) == (1, [5])
+        assert "step 5 is not finite; the script waits while ampdbg replays it, also in FP32" in page
+        assert_unwatched_saves_the_same(tmp_path, "model", "once")
     start(tmp_path, "replay", captured(record)[0])
     assert first_finding(read_record(tmp_path / ".ampdbg" / "latest.json")) == first_finding(record)
     bisected = start(tmp_path, "bisect", captured(record)[0])
