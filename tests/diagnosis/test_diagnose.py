@@ -65,6 +65,11 @@ def steps_of(pattern: str, interval: int = 10_000, hit: Sequence[int] = (0,)) ->
     return tuple(made)
 
 
+def losing(pattern: str, losses: Sequence[float]) -> list[Step]:
+    """Steps as from ``steps_of``, with these losses."""
+    return [replace(step, loss=loss) for step, loss in zip(steps_of(pattern), losses, strict=True)]
+
+
 def record_of(steps: Sequence[Step], **fields: object) -> Record:
     record = Record("scan", "2026-01-01T00:00:00+00:00", ENVIRONMENT, {"precision": {"level": "O1"}}, "inconclusive")
     return replace(record, steps=tuple(steps), groups=GROUPS, planned_steps=len(steps), **fields)  # type: ignore[arg-type]
@@ -222,8 +227,7 @@ def test_each_optimizer_has_its_own_timeline_and_scale_findings() -> None:
 
 
 def test_losses_of_two_optimizers_are_not_joined_into_a_rising_curve() -> None:
-    losses = [1.0 + 0.01 * number for number in range(8)]
-    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("." * 12), [*losses, *[900.0] * 4], strict=True)]
+    steps = losing("." * 12, [*(1.0 + 0.01 * number for number in range(8)), *[900.0] * 4])
     assert [note for note in diagnosed(steps).unseen.notes if "rose" in note]
     apart = of_optimizers(steps, "0" * 8 + "1" * 4)
     assert not [note for note in diagnosed(apart).unseen.notes if "rose" in note]
@@ -263,9 +267,11 @@ def test_a_scale_that_grows_every_few_steps_and_skips_often_oscillates(pattern: 
     assert headline(record).sentence.startswith("The loss scale grows too often: ")
 
 
-def test_alternating_scales_without_a_taken_step_are_not_an_oscillation() -> None:
+def test_alternating_scales_without_a_taken_step_are_no_oscillation_and_nonfinite_losses_no_restart() -> None:
     steps = [replace(step, scale=65536.0 if step.step % 2 else 131072.0) for step in steps_of("x" * 30)]
     assert "scale-oscillation" not in [finding.code for finding in diagnosed(steps).findings]
+    lost = diagnosed(scalers_of(*["NNN"] * 10, loss=math.nan))
+    assert "scale-restart" not in [finding.code for finding in lost.findings]
 
 
 def scalers_of(*patterns: str, loss: float = 1.0) -> list[Step]:
@@ -321,11 +327,6 @@ def test_gradients_infinite_at_every_scale_blame_an_op_that_reaches_gradients() 
             "x" * 8, gradient_investigation(4, low(producers=producers), FP32, low(scale=256.0), at_one)
         ).findings[0]
         assert (found.module, found.code) == (blamed[0], blamed[1] or "forward-overflow")
-
-
-def test_nonfinite_losses_are_not_a_scale_restart() -> None:
-    record = diagnose(record_of(scalers_of(*["NNN"] * 10, loss=math.nan)))
-    assert "scale-restart" not in [finding.code for finding in record.findings]
 
 
 def test_the_growth_interval_is_correct_if_a_long_run_omits_healthy_steps() -> None:
@@ -683,10 +684,7 @@ def test_an_overflow_in_a_later_step_does_not_follow_from_a_skipped_step(monkeyp
 
 
 def test_a_divergence_is_reported_once_at_the_first_step_that_shows_it() -> None:
-    steps = [
-        replace(step, loss=loss)
-        for step, loss in zip(steps_of("....x.I"), [2, 3, 2, 3, 900, 800, math.inf], strict=True)
-    ]
+    steps = losing("....x.I", [2, 3, 2, 3, 900, 800, math.inf])
     replays = low(scale=1.0, loss=math.inf), replace(FP32, loss=900.0)
     later = Investigation(6, "loss", *replays, continuation=(7e8, math.inf))
     earlier = Investigation(4, "gradients", *replays, continuation=(900.0, 7e8, math.inf))
@@ -700,8 +698,7 @@ def test_a_divergence_is_reported_once_at_the_first_step_that_shows_it() -> None
 
 def test_losses_of_zero_at_first_do_not_make_later_losses_a_rise() -> None:
     def noted(*losses: float) -> tuple[str, ...]:
-        steps = [replace(step, loss=loss) for step, loss in zip(steps_of("." * len(losses)), losses, strict=True)]
-        return diagnosed(steps).unseen.notes
+        return diagnosed(losing("." * len(losses), losses)).unseen.notes
 
     assert noted(*[0.0] * 10, 1.4, 1.5, 1.4, 1.5) == ()  # a discriminator that starts late
     assert ["from 1.5 to 2,000" in note for note in noted(*[0.0] * 10, 1.4, 1.5, 1e3, 2e3)] == [True]
@@ -727,9 +724,8 @@ def test_a_run_whose_loss_stays_a_thousandfold_above_the_first_is_inconclusive(l
 
 def test_losses_of_zero_at_first_do_not_make_later_losses_a_divergence() -> None:
     def found(*losses: float) -> tuple[str, str]:
-        steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x"), losses, strict=True)]
         replays = low(scale=1.0, loss=math.inf), replace(FP32, loss=math.inf, gradients=("weight",))
-        record = diagnosed(steps, Investigation(4, "gradients", *replays))
+        record = diagnosed(losing("....x", losses), Investigation(4, "gradients", *replays))
         return record.findings[0].code, record.findings[0].message
 
     assert "divergence" not in found(0.0, 0.0, 1.4, 1.5, 1.4)
@@ -738,8 +734,7 @@ def test_losses_of_zero_at_first_do_not_make_later_losses_a_divergence() -> None
 
 @pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
 def test_a_divergence_of_the_initial_weights_does_not_claim_that_the_loss_rose(script: ScriptRun | None) -> None:
-    losses = [1.349, 1.744, 1.999, 2.1, math.nan]
-    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("xxx.N"), losses, strict=True)]
+    steps = losing("xxx.N", [1.349, 1.744, 1.999, 2.1, math.nan])
     gradients, fp32 = low(scale=1.0, loss=1.999), replace(FP32, loss=1.999)
     lost = low(scale=1.0, loss=math.nan, grad_norm=math.nan)
     first = Investigation(2, "gradients", gradients, fp32, continuation=(1.999, 9e6, 4e9))
@@ -894,8 +889,7 @@ def test_a_batch_out_of_range_is_not_divergence_although_fp32_climbs_on_it(
 ) -> None:
     lost = batch_beyond_half(4, leaf, 3e5, continuation=(1086.0, 1.5e9, 1.4e16, math.nan), weights_grew=grew)
     made = replace(lost, fp32=replace(FP32, loss=1086.0, grad_norm=9e4))
-    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....N"), (*losses, math.nan), strict=True)]
-    found = diagnosed(steps, made, script=ScriptRun("train.py")).findings[0]
+    found = diagnosed(losing("....N", (*losses, math.nan)), made, script=ScriptRun("train.py")).findings[0]
     assert (found.code, found.step) == (code, 4)
 
 
@@ -915,8 +909,7 @@ def test_a_batch_out_of_range_is_blamed_if_the_fp32_loss_leaps_and_another_op_ov
 
 
 def test_an_overflow_after_a_step_from_which_fp32_diverges_is_divergence() -> None:
-    losses = [2.0, 3.0, 2.0, 3.0, 30.0, 60.0, math.nan]
-    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....x.N"), losses, strict=True)]
+    steps = losing("....x.N", [2.0, 3.0, 2.0, 3.0, 30.0, 60.0, math.nan])
     early = gradient_investigation(4, low(scale=1.0), replace(FP32, loss=30.0), continuation=(30.0, 7e4, 7e8))
     for investigations, code in (((early, overflowing(6)), "divergence"), ((overflowing(6),), "forward-overflow")):
         found = diagnosed(steps, *investigations).findings[0]
@@ -939,9 +932,7 @@ def test_a_nonfinite_input_of_a_script_after_an_overflow_is_listed_after_it(
 
 
 @pytest.mark.parametrize("cost", [0.0002, 0.0099, 0.011, 0.4])
-def test_frozen_weights_are_an_error_at_every_measured_cost(
-    cost: float,
-) -> None:
+def test_frozen_weights_are_an_error_at_every_measured_cost(cost: float) -> None:
     still = FrozenParameter("norm.weight", 64, 0, 1.0)
     (found,) = diagnosed("." * 40, updates=Updates(20, lost=0.5, frozen=(still,), cost=cost)).findings
     assert (found.code, found.severity) == ("frozen-weights", "error")

@@ -352,8 +352,8 @@ def test_a_lost_weight_decay_is_reported_without_blaming_the_gradient(fused: boo
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(4096).to(dtype))
         began = float(weight.detach().float().norm())
-        optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.01, fused=fused)
-        record = stepped(optimizer, weight, [0.0] * 1000)
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.01, fused=fused)
+        record = stepped(optimizer, weight, [0.0] * 100)
         return record, float(weight.detach().float().norm()) / began
 
     record, shrunk = decayed(HALF)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.patch.by_name import module_text
 from ampdbg.patch.file_edits import Patched
@@ -18,7 +17,6 @@ from ampdbg.proof.processes import FreshProcesses
 from ampdbg.record.pins import Proof
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
-from tests.commands.program import ROOT
 from tests.observing import observing
 from tests.proof.overflowing import (
     CONFIG,
@@ -347,20 +345,3 @@ def test_an_interrupt_propagates_and_the_patch_is_removed(at: str, tmp_path: Pat
     assert sys.meta_path == finders
     with prepared(config) as run:
         assert "enabled=False" not in inspect.getsource(type(run.workload.model))
-
-
-@pytest.mark.slow
-def test_a_patch_of_the_camera_is_proven_over_200_steps(tmp_path: Path) -> None:
-    config = load_config(ROOT / "configs" / "camera.yaml")
-    path = (ROOT / "configs" / "camera.py").absolute()
-    whole = path.read_bytes()
-    camera = b"        camera = self.intrinsics @ self.extrinsics\n"
-    block = b"        with torch.autocast(world.device.type, enabled=False):\n    " + camera
-    rest = whole.replace(camera, block).replace(
-        b"        pixels = homogeneous @ camera.T\n        return pixels[:, :2] / pixels[:, 2:]\n",
-        b"        with torch.autocast(world.device.type, enabled=False):\n"
-        b"            pixels = homogeneous.float() @ camera.T\n"
-        b"            return pixels[:, :2] / pixels[:, 2:]\n",
-    )
-    proof = proven(config, {path: rest}, {"the projection": {path: whole}}, train_steps=200)
-    assert proof.passed, proof

@@ -114,8 +114,8 @@ def test_a_capture_of_a_killed_process_works_in_another_folder(tmp_path: Path) -
     assert "+++ b/train.py" in result.stdout
 
 
-def test_a_patch_from_a_capture_makes_the_script_healthy(tmp_path: Path) -> None:
-    run(tmp_path, scripts.PLAIN, "400", "6")
+def test_a_patch_from_a_capture_makes_the_script_healthy(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)), "--apply")
     assert result.code == 0
     patched = start(tmp_path, "run", "--emulate", "--record=p.json", "train.py", "400", "6")
@@ -240,8 +240,8 @@ def test_a_replay_reproduces_the_finding_and_the_numbers_of_the_run(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_replay_accepts_a_short_script_that_makes_the_same_calls(tmp_path: Path) -> None:
-    run(tmp_path, scripts.PLAIN, "400", "6")
+def test_replay_accepts_a_short_script_that_makes_the_same_calls(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     few = """
 import torch
 import torch.nn.functional as F
