@@ -27,10 +27,7 @@ CONTENT = st.builds(
 
 # A repository's configuration must not change line ends.
 GIT = ("git", "-c", "core.autocrlf=false")
-TOOLS = {
-    "git": (*GIT, "apply", "--whitespace=nowarn"),
-    "patch": ("patch", "-p1", "--binary", "--quiet"),
-}
+TOOLS = {"git": (*GIT, "apply", "--whitespace=nowarn"), "patch": ("patch", "-p1", "--binary", "--quiet")}
 
 
 def assert_applies_and_reverses(tool: str, path: str, before: bytes, after: bytes) -> None:

@@ -261,10 +261,7 @@ REFUSED = {
         "a product",
     ),
     "a number's call": ("def f(self, x):\n    return self.g(x)  #! pin", "no replay runs this line itself"),
-    "no tensor": (
-        "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
-        "it has no named tensor",
-    ),
+    "no tensor": ("import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y", "it has no named tensor"),
     "torch is taken": ("def f(torch):\n    return torch @ torch  #! pin half: torch", "the name torch"),
     "no call": ("def f(self, x):\n    return x @ x  #! call self.attn half: x", "self.attn is not called here"),
 }

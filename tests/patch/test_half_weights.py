@@ -28,8 +28,7 @@ for _ in range(2):
     optimizer.step()
 """
 IN_AUTOCAST = LOOP.replace(
-    "    loss = model",
-    '    with torch.autocast("cpu", dtype=torch.bfloat16):\n        loss = model',
+    "    loss = model", '    with torch.autocast("cpu", dtype=torch.bfloat16):\n        loss = model'
 )
 
 NET = """class Net(nn.Sequential):
@@ -93,10 +92,7 @@ def edited(edits: WeightEdits) -> str:
         ("model = nn.Linear(4, 4).bfloat16()\n", "model = nn.Linear(4, 4)\n"),
         ("model = nn.Linear(4, 4).to('cpu').half()\n", "model = nn.Linear(4, 4).to('cpu')\n"),
         ("model = nn.Linear(4, 4)\nmodel.bfloat16()\n", "model = nn.Linear(4, 4)\nmodel.float()\n"),
-        (
-            "model = nn.Linear(4, 4)\nmodel = model.bfloat16()\n",
-            "model = nn.Linear(4, 4)\nmodel = model.float()\n",
-        ),
+        ("model = nn.Linear(4, 4)\nmodel = model.bfloat16()\n", "model = nn.Linear(4, 4)\nmodel = model.float()\n"),
         (
             "model = nn.Linear(4, 4)\nfor p in model.parameters():\n    p.data = p.data.to(dtype=torch.bfloat16)\n",
             "model = nn.Linear(4, 4)\nfor p in model.parameters():\n    p.data = p.data.to(dtype=torch.float32)\n",
@@ -105,10 +101,7 @@ def edited(edits: WeightEdits) -> str:
             "model = nn.Linear(4, 4, bias=False)\nmodel.weight.data = model.weight.data.bfloat16()\n",
             "model = nn.Linear(4, 4, bias=False)\nmodel.weight.data = model.weight.data.float()\n",
         ),
-        (
-            "model = nn.Linear(4, 4).to('cpu', torch.bfloat16)\n",
-            "model = nn.Linear(4, 4).to('cpu', torch.float32)\n",
-        ),
+        ("model = nn.Linear(4, 4).to('cpu', torch.bfloat16)\n", "model = nn.Linear(4, 4).to('cpu', torch.float32)\n"),
         (
             "dtype = torch.bfloat16\nmodel = nn.Linear(4, 4, dtype=dtype)\n",
             "dtype = torch.bfloat16\nmodel = nn.Linear(4, 4, dtype=torch.float32)\n",
@@ -117,10 +110,7 @@ def edited(edits: WeightEdits) -> str:
             "torch.set_default_dtype(torch.bfloat16)\nmodel = nn.Linear(4, 4)\n",
             "torch.set_default_dtype(torch.float32)\nmodel = nn.Linear(4, 4)\n",
         ),
-        (
-            NET + "model = Net(\n    torch.bfloat16\n)\n",
-            NET + "model = Net(\n    torch.float32\n)\n",
-        ),
+        (NET + "model = Net(\n    torch.bfloat16\n)\n", NET + "model = Net(\n    torch.float32\n)\n"),
         (
             "from accelerate import Auto\nmodel = Auto.from_pretrained('tiny')\n",
             "from accelerate import Auto\nmodel = Auto.from_pretrained('tiny', dtype=torch.float32)\n",
@@ -286,9 +276,7 @@ measured(model)
 """
 
 
-def test_the_training_loop_is_that_of_the_last_backward_pass_before_a_step(
-    tmp_path: Path,
-) -> None:
+def test_the_training_loop_is_that_of_the_last_backward_pass_before_a_step(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(HEAD + TRIES + LOOP)
     with HalfWeights() as notes:

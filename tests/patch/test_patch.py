@@ -272,8 +272,7 @@ def test_names_that_the_trace_saw_in_half_are_cast(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "title"),
-    [((7,), "line 7 of a.py"), ((7, 9), "lines 7 and 9 of a.py"), ((7, 8), "lines 7 to 8 of a.py")],
+    ("lines", "title"), [((7,), "line 7 of a.py"), ((7, 9), "lines 7 and 9 of a.py"), ((7, 8), "lines 7 to 8 of a.py")]
 )
 def test_a_title_names_one_line_or_two_lines_or_a_range_of_lines(lines: tuple[int, ...], title: str) -> None:
     assert lines_title("/x/a.py", lines) == title

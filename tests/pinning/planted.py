@@ -96,12 +96,7 @@ class Planted(nn.Module):
     """About ``modules`` modules in blocks of ``depth`` layers; the layers with the numbers ``culprits`` overflow."""
 
     def __init__(
-        self,
-        modules: int,
-        culprits: Sequence[int],
-        kind: str = "spike",
-        depth: int = 6,
-        checkpointed: bool = False,
+        self, modules: int, culprits: Sequence[int], kind: str = "spike", depth: int = 6, checkpointed: bool = False
     ) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -28,10 +28,7 @@ PLACE = "loss NaN: div in norm (model.py:33)"
 WHY = {
     "beyond the format": (replace(DIV, fp32_largest=7e4), f"{PLACE} reaches 70,000"),
     "next to its limit": (replace(DIV, fp32_largest=6.5e4), f"{PLACE} reaches 65,000"),
-    "a zero divisor": (
-        replace(DIV, divides_by_zero=True),
-        f"{PLACE} divides by a value that FP16 rounds to zero",
-    ),
+    "a zero divisor": (replace(DIV, divides_by_zero=True), f"{PLACE} divides by a value that FP16 rounds to zero"),
     "the logarithm of zero": (
         replace(DIV, op="aten.log.default", divides_by_zero=True),
         "loss NaN: log in norm (model.py:33) takes the logarithm of a value that FP16 rounds to zero",

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
-from ampdbg.precision.autocast_policy import (
-    BANNED,
-    BUILT_IN,
-    FP32_APPEND_DTYPE,
-    installed_lists,
-    lists_of_header,
-)
+from ampdbg.precision.autocast_policy import BANNED, BUILT_IN, FP32_APPEND_DTYPE, installed_lists, lists_of_header
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.half_kernels import find_op
 
@@ -26,7 +20,7 @@ UNRUNNABLE = {
 """Entries that no CPU can run, and why."""
 
 NOT_CALLED_BY_PYTORCH = {
-    "einsum": "a third element that is true means 'skip' to PyTorch's test; here it is the operands, of wrong shapes",
+    "einsum": "a third element that is true means 'skip' to PyTorch's test; here it is the operands, of wrong shapes"
 }
 """Entries that PyTorch's test leaves out too. They have their own test below."""
 

@@ -166,9 +166,7 @@ MATRIX_PRODUCTS = (
     HalfCase("addbmm", torch.addbmm, lambda b, m, k, n: ((m, n), (b, m, k), (b, k, n)), rounds_once=False, loud=1e4),
     HalfCase("matmul-broadcast", torch.matmul, lambda b, m, k, n: ((2, 1, m, k), (3, k, n)), rounds_once=False),
     HalfCase(
-        "einsum",
-        lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q, k),
-        lambda b, m, k, n: ((b, m, 3, k), (b, n, 3, k)),
+        "einsum", lambda q, k: torch.einsum("bqhd,bkhd->bhqk", q, k), lambda b, m, k, n: ((b, m, 3, k), (b, n, 3, k))
     ),
     HalfCase(
         "einsum-of-three",
@@ -192,9 +190,7 @@ CONVOLUTIONS = (
     HalfCase("conv3d", F.conv3d, _conv(3)),
     HalfCase("conv_transpose1d", F.conv_transpose1d, _transposed(1)),
     HalfCase(
-        "conv_transpose2d-groups-stride",
-        partial(F.conv_transpose2d, stride=2, groups=2),
-        _transposed(2, groups=2),
+        "conv_transpose2d-groups-stride", partial(F.conv_transpose2d, stride=2, groups=2), _transposed(2, groups=2)
     ),
     HalfCase("conv_transpose3d", F.conv_transpose3d, _transposed(3)),
     HalfCase("conv_tbc", torch.conv_tbc, lambda b, m, k, n: ((m, b, k), (3, k, 6), (6,)), rounds_once=False),

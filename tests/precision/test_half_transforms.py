@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.precision.half_kernels import (
-    NARROWER,
-    OF_COMPLEX,
-    OF_REAL,
-    half_transforms,
-)
+from ampdbg.precision.half_kernels import NARROWER, OF_COMPLEX, OF_REAL, half_transforms
 from ampdbg.precision.widening import lifted
 from tests.precision.test_half_kernels import Trace
 

@@ -222,10 +222,7 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 FAULTS: dict[str, tuple[Function, list[tuple[str, str]]]] = {
-    "a root of negative numbers": (
-        lambda x: torch.where(x > 0, x.sqrt(), 0.0),
-        [("aten.sqrt.default", "forward")],
-    ),
+    "a root of negative numbers": (lambda x: torch.where(x > 0, x.sqrt(), 0.0), [("aten.sqrt.default", "forward")]),
     "a logarithm of negative numbers": (
         lambda x: torch.where(x > 0, (x * 1.0 - 1.0).log1p().square(), 0.0),
         [("aten.log1p.default", "forward")],
@@ -234,10 +231,7 @@ FAULTS: dict[str, tuple[Function, list[tuple[str, str]]]] = {
         lambda x: torch.where(x > 9, zeros(x).rsqrt(), x),
         [("aten.rsqrt.default", "forward")],
     ),
-    "a division by zero": (
-        lambda x: torch.where(x > 9, 1.0 / zeros(x), x),
-        [("aten.reciprocal.default", "forward")],
-    ),
+    "a division by zero": (lambda x: torch.where(x > 9, 1.0 / zeros(x), x), [("aten.reciprocal.default", "forward")]),
     "an entropy": (entropy, [("aten.log.default", "forward"), ("aten.div.Tensor", "backward")]),
     "a mask that is filled in": (in_place, [("aten.sqrt.default", "forward")]),
     "rows that are masked throughout": (
@@ -252,10 +246,7 @@ FAULTS: dict[str, tuple[Function, list[tuple[str, str]]]] = {
         lambda x: (x + PADDED.exp().log()).softmax(-1).nan_to_num(0.0),
         [("aten.log.default", "forward"), ("aten._softmax.default", "forward")],
     ),
-    "the spread of one number": (
-        lambda x: x[:, :1].std(dim=1).nan_to_num(0.0),
-        [("aten.std.correction", "forward")],
-    ),
+    "the spread of one number": (lambda x: x[:, :1].std(dim=1).nan_to_num(0.0), [("aten.std.correction", "forward")]),
     "a sum of exponentials that are none": (
         lambda x: torch.where(PADDED.isinf().all(-1), x.sum(-1), (x + PADDED).logsumexp(-1)),
         [("aten.sub.Tensor", "backward")],

@@ -83,13 +83,7 @@ def failing_steps(config: Config) -> list[FailingStep]:
         def keep(snapshot: Snapshot, scale: float, made: Investigation) -> None:
             kept.append(failing_step(run.workload.model, snapshot, scale, made))
 
-        train_prepared(
-            run,
-            observer=UNOBSERVED,
-            command="bisect",
-            replays=1,
-            on_investigated=keep,
-        )
+        train_prepared(run, observer=UNOBSERVED, command="bisect", replays=1, on_investigated=keep)
     return kept[:1]
 
 

@@ -161,11 +161,7 @@ class Case:
 GROWS = "1.5 * 2.0 ** min(max(0, step - 20) // 2, {most})"
 CASES = {
     "gradients that grow take a few skips": (Case(gain=GROWS.format(most=4), scale=32768.0), (), ""),
-    "a large loss needs a scale below 1": (
-        Case("return self.a(x).float() * 1e6", scale=4.0),
-        ("scale-runaway",),
-        "",
-    ),
+    "a large loss needs a scale below 1": (Case("return self.a(x).float() * 1e6", scale=4.0), ("scale-runaway",), ""),
     "gradients that grow to the end": (Case(gain=GROWS.format(most=60), scale=32768.0), (), "gradient-overflow: "),
 }
 

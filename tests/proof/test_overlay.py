@@ -60,10 +60,7 @@ def test_a_file_is_patched_for_imports_by_path_by_name_and_by_a_sibling(folder: 
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [
-        ("overlaid_package/inner.py", "overlaid_package"),
-        ("overlaid_package/../overlaid_two.py", "overlaid_two"),
-    ],
+    [("overlaid_package/inner.py", "overlaid_package"), ("overlaid_package/../overlaid_two.py", "overlaid_two")],
     ids=["a module in a package", "another spelling of its path"],
 )
 def test_a_file_is_patched_in_a_package_or_by_another_spelling_of_its_path(folder: Path, path: str, name: str) -> None:

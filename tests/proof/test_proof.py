@@ -186,11 +186,7 @@ BROKEN_ANYWAY = BROKEN_IN_EVAL.replace(IN_FP32, OVERFLOWS)
 NO_FLOAT = "Net raised AttributeError: 'NoneType' object has no attribute 'float'"
 
 WRONG = {
-    "does not cure": (
-        GOOD.replace("enabled=False", "enabled=True"),
-        ["the failing step (0)"],
-        "loss NaN: mm (net.py)",
-    ),
+    "does not cure": (GOOD.replace("enabled=False", "enabled=True"), ["the failing step (0)"], "loss NaN: mm (net.py)"),
     "changes the loss": (
         GOOD.replace("large / GAIN**2", "1.01 * large / GAIN**2").replace("F.layer_norm", "0.99 * F.layer_norm"),
         ["the model's function"],
@@ -251,10 +247,7 @@ def test_a_patch_with_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
         "        return self.after(x)\n",
         "        with torch.autocast(x.device.type, enabled=False):\n            return self.after(x.float())\n",
     )
-    without = {
-        TITLE: {path: more.replace(IN_FP32, OVERFLOWS).encode()},
-        "line 17 of net.py": {path: GOOD.encode()},
-    }
+    without = {TITLE: {path: more.replace(IN_FP32, OVERFLOWS).encode()}, "line 17 of net.py": {path: GOOD.encode()}}
     proof = proven(config, {path: more.encode()}, without)
     assert not proof.passed
     assert failed(proof) == ["without line 17 of net.py"]

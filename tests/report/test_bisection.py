@@ -94,11 +94,7 @@ NEXT = {
     ),
     "the steps that were given": (STOPPED, GIVEN, f"bisect {GIVEN}"),
     "more steps": (BISECTIONS["nothing_to_pin"](), GIVEN, "bisect config.yaml --set train.seed=4 --steps 120"),
-    "an interrupted suggestion": (
-        replace(STOPPED, command="suggest-fp32"),
-        "config.yaml",
-        "suggest-fp32 config.yaml",
-    ),
+    "an interrupted suggestion": (replace(STOPPED, command="suggest-fp32"), "config.yaml", "suggest-fp32 config.yaml"),
     "interrupted before the search": (INTERRUPTED, "--module model.py", "bisect --module model.py --steps 500"),
     "lines outside of the modules": (OUTSIDE, "config.yaml", "suggest-fp32 .ampdbg/b.json"),
     "of which none is pinned": (replace(OUTSIDE, pins=()), "config.yaml", "report .ampdbg/b.json --format json"),

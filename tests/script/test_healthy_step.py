@@ -86,9 +86,7 @@ def test_a_step_with_a_closure_is_compared_with_fp32(optimizer: str, tmp_path: P
     assert_unwatched_saves_the_same(tmp_path, optimizer)
 
 
-def test_non_finite_gradients_of_a_closure_are_named_and_captured_at_their_step(
-    tmp_path: Path,
-) -> None:
+def test_non_finite_gradients_of_a_closure_are_named_and_captured_at_their_step(tmp_path: Path) -> None:
     _, record = run(tmp_path, IN_A_CLOSURE, "AdamW", "root")
     found = record.findings[0]
     assert (found.code, found.step, found.phase) == ("true-nan", 12, "backward")

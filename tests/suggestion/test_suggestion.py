@@ -380,9 +380,7 @@ def test_a_needless_block_is_left_out_but_not_a_needless_line_next_to_a_needed_o
 
 
 @pytest.mark.slow
-def test_a_line_that_cannot_be_edited_blocks_the_patch_only_without_a_proof(
-    tmp_path: Path,
-) -> None:
+def test_a_line_that_cannot_be_edited_blocks_the_patch_only_without_a_proof(tmp_path: Path) -> None:
     """No pin reaches these lines, so the search does not know which of them are needed: only a proof can tell."""
     text = IN_TWO_FUNCTIONS.replace(").mean()", ").mean(); pass")
     config = written(tmp_path, {"net.py": text})
