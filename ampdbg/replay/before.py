@@ -106,10 +106,6 @@ class _ModuleHistory:
         written = (self.tensors.get(name) for name, times in self.left.items() if times != before.get(name, times))
         self.changes |= {id(one): (_reference(one), TENSOR) for one in written if one is not None} | self.changes
 
-    def first_of(self, calls: Collection[int]) -> int | None:
-        """Return the number of the first call of this module among ``calls``."""
-        return min((number for number in self.kept if number in calls), default=None)
-
     def _written(self, kept: _Kept) -> list[str]:
         """Return the buffers and parameters written since."""
         samples = _samples({name: self.tensors[name] for name in kept.samples.keys() & self.tensors.keys()})
@@ -195,7 +191,8 @@ class EarlierStates:
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
         """Return the model's state before these calls, and a written buffer or parameter that was not saved, or ""."""
         held, unknown = saved_before_step(model), ""
-        begun = [(first, root) for root in self._roots if (first := root.first_of(calls)) is not None]
+        own = ((root.kept.keys() & {*calls}, root) for root in self._roots)
+        begun = [(min(numbers), root) for numbers, root in own if numbers]
         for first, root in sorted(begun, key=lambda one: -one[0]):  # the earlier state counts where two overlap
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)

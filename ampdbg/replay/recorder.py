@@ -256,12 +256,9 @@ class Recorder(TorchFunctionMode):
         is_inside_a_step: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self._is_paused, self._on_pass_without_step, self._about_to_step = (
-            is_paused,
-            on_pass_without_step,
-            about_to_step,
-        )
-        self._about_to_call, self._is_inside_a_step = about_to_call, is_inside_a_step
+        self._is_paused, self._is_inside_a_step = is_paused, is_inside_a_step
+        self._on_pass_without_step = on_pass_without_step
+        self._about_to_step, self._about_to_call = about_to_step, about_to_call
         self._threads = _Threads()
         self._steps, self._stepped = 0, dict[int, int]()
         self._stepped_before = dict[int, int]()

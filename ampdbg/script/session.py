@@ -124,8 +124,8 @@ class Session:
         error = ending.error if ending else None
         interrupted = ending is None or isinstance(error, KeyboardInterrupt)
         record = failing.seen(watcher.record(), ending.code if ending else 0)
-        raised = error is not None and not interrupted and not explains_itself(watcher, error)
-        why = f"the script raised {named_error(error)}" if raised else ""
+        is_unexplained = not interrupted and not explains_itself(watcher, error)
+        why = f"the script raised {named_error(error)}" if error is not None and is_unexplained else ""
         ended = ending.note if ending else ""
         processes = self._processes.note(emulates=self._captures.start.emulate)
         notes = (*record.unseen.notes, *filter(None, (ended, processes)), *samples.notes())
