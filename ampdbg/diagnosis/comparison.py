@@ -22,7 +22,7 @@ PLACE = attrgetter("phase", "module", "op")
 """The place of a site. The line is left out, because lines move between versions of the code."""
 
 FINDING = attrgetter("code", "module", "op", "parameter")
-"""What makes two findings the same."""
+"""The key by which two findings are the same."""
 
 Of = TypeVar("Of")
 Compared = TypeVar("Compared")

@@ -90,6 +90,9 @@ FACTS = ("step", "phase", "where", "cause", "skips", "losses", "falling", "first
 ``falling``, ``first``, ``last`` and ``settles`` describe the loss scale. ``verdict`` is for runs without a fault.
 """
 
+OLD = "Old mixed-precision APIs, found by ampdbg lint"
+"""The family of codes that ``ampdbg lint`` alone finds."""
+
 WHY_NO_PIN = "ampdbg looks for no pin: repair this misuse first, since it can cause the other failures."
 
 
@@ -583,7 +586,7 @@ CODES: Mapping[str, Code] = {
         "Other causes": _OTHER,
         "Misuse: calls in the wrong order": _CALLS,
         "Misuse: autocast and scaler set up wrongly": _SETUP,
-        "Old mixed-precision APIs, found by ampdbg lint": _OLD,
+        OLD: _OLD,
     }.items()
     for code in codes
 }

@@ -313,9 +313,9 @@ def _tensor_table(record: Record) -> view.Table:
     for (kind, name), shown in tensors.items():
         first, counts = shown[0]
         sample = f"sample {counts.first_index[0]}, " if counts.first_index and kind == "batch" else ""
-        at = f"{sample}[{', '.join(map(str, counts.first_index))}]" * bool(counts.first_index)
+        where = f"{sample}[{', '.join(map(str, counts.first_index))}]" * bool(counts.first_index)
         numbers = (f"{count:,}" for count in (counts.inf, counts.nan, counts.size))
-        rows.append((f"{kind} {name}".rstrip(), f"{len(shown):,}", f"{counts.when} {first}", *numbers, at))
+        rows.append((f"{kind} {name}".rstrip(), f"{len(shown):,}", f"{counts.when} {first}", *numbers, where))
     seen = AMONG.format(len(record.steps)) * (len(record.steps) != record.steps_run)
     title = f"Non-finite tensors, before or after a step{seen}"
     return view.Table(title, TENSOR_COLUMNS, tuple(rows[:MAX_TENSORS]), below=more(len(rows) - MAX_TENSORS))
