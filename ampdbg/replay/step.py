@@ -25,13 +25,13 @@ from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.precision.widening import lifted
-from ampdbg.probes.tensors import HALVES, float_values, leaves_of
+from ampdbg.probes.tensors import HALVES, float_values
 from ampdbg.record.run import Reach, Step
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
 from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.replay.state import CONSTANTS
+from ampdbg.replay.state import CONSTANTS, MOST
 from ampdbg.source.ownership import LibraryLine, Line
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import StepFunction
@@ -283,7 +283,7 @@ class RecordedStep:
         named: dict[int, tuple[str, torch.Tensor]] = {}
         for call, (args, kwargs) in calls:
             for argument, value in ({**dict(enumerate(args, 1)), **kwargs}).items():
-                for path, tensor in leaves_of(value):
+                for path, tensor in made_in(value):
                     named.setdefault(id(tensor), (f"argument {argument}{path} of {call.described}", tensor))
         yield from named.values()
 
@@ -314,15 +314,25 @@ MOST_NESTED = 3
 """The most levels of nested objects that are searched: a distribution may have another as its base."""
 
 
-def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def made_in(result: Any, at: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in a result, in its containers and in objects such as distributions, with their paths."""
     if isinstance(result, torch.Tensor):
-        yield "", result
+        yield at, result
         return
     if type(result) in CONSTANTS:
         return
     for path, leaf in _pytree.tree_flatten_with_path(result)[0]:
-        yield from _held_by(leaf, _pytree.keystr(path))
+        below = at + _pytree.keystr(path)
+        if isinstance(leaf, torch.Tensor):
+            yield below, leaf
+        elif depth < MOST_NESTED and not isinstance(leaf, (torch.nn.Module, type, FunctionType, ModuleType)):
+            for name, attribute in list(getattr(leaf, "__dict__", {}).items()):
+                if not _is_large(attribute):
+                    yield from made_in(attribute, f"{below}.{name}", depth + 1)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict)) and len(value) > MOST
 
 
 def made_in_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -333,14 +343,6 @@ def made_in_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
     }
     for path, tensor in made_in(holders) if holders else ():
         yield GIVEN + path, tensor
-
-
-def _held_by(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif depth < MOST_NESTED and not isinstance(value, (torch.nn.Module, type, FunctionType, ModuleType)):
-        for name, attribute in list(getattr(value, "__dict__", {}).items()):
-            yield from _held_by(attribute, f"{path}.{name}", depth + 1)
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, **kwargs)  # fmt: skip

@@ -93,6 +93,40 @@ def test_one_bad_target_of_a_criterion_module_is_bad_data_at_its_step(tmp_path: 
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
 
 
+BATCH_OBJECTS = scripts.loop("""
+import dataclasses, types
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+MAKE = {"dataclass": Batch, "namespace": lambda x: types.SimpleNamespace(x=x), "store": lambda x: Batch({"x": [x]})}
+
+class Net(torch.nn.Linear):
+    def forward(self, batch):
+        return super().forward(batch.x["x"][0] if type(batch.x) is dict else batch.x)
+
+model = Net(8, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(5):
+    x, y = torch.randn(16, 8), torch.rand(16, 4).cuda()
+    if step == 3:
+        x[5, 2] = float("nan")
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = F.mse_loss(model(MAKE[sys.argv[1]](x)), y)
+    STEP
+""")
+
+
+@pytest.mark.parametrize("kind", slow_except(["store"], ["dataclass", "namespace", "store"]))
+def test_nan_inside_an_object_of_the_batch_is_bad_data(tmp_path: Path, kind: str) -> None:
+    record, _, _ = run_with_page(tmp_path, BATCH_OBJECTS, kind)
+    assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
+    path = ".x['x'][0]" if kind == "store" else ".x"
+    assert f"holds 1 NaN among 128 values in argument 1{path} of Net" in record.findings[0].message
+
+
 MADE_IN_HALF = scripts.loop("""
 model = torch.nn.Linear(8, 4).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
