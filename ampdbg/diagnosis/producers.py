@@ -121,6 +121,12 @@ class Suspect:
         made = self.producer
         return made.nan > 0 and made.finite_in_fp32 is True and base_name(made.op) in ROOTS
 
+    @property
+    def is_left_nothing(self) -> bool:
+        """True if the op divides zero by zero where FP32 has other values: what it takes was lost before it."""
+        made = self.producer
+        return made.divides_by_zero and made.nan > 0 and made.input_largest == 0.0 and bool(made.fp32_largest)
+
     # Text of messages
 
     @property
@@ -215,16 +221,18 @@ def culprit(made: Investigation) -> Suspect | None:
 
     If gradients are finite at a lower scale, the backward pass overflows. The forward pass is examined too if some are
     zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op with inf or NaN
-    that reaches them. Ops without gradients, such as a matcher, do not.
+    that reaches them. Ops without gradients, such as a matcher, do not. An overflow is preferred to a division by the
+    zeros that it leaves behind: a norm that divides by inf.
     """
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOISE_LIMIT
     phases = ("forward",) if made.why == "loss" else ("backward",) if is_sound else ("forward", "backward")
-    found = (suspect for suspect in suspects(made) if suspect.producer.phase in phases)
+    found = [suspect for suspect in suspects(made) if suspect.producer.phase in phases]
+    overflow = any(one.overflows and not one.is_constant for one in found if one.producer.phase == "forward")
     is_of_any = made.why == "loss" or survived is not None
 
-    def order(one: Suspect) -> tuple[bool, bool]:
-        return not (is_of_any or one.producer.reaches_gradients), one.is_constant
+    def order(one: Suspect) -> tuple[bool, bool, bool]:
+        return not (is_of_any or one.producer.reaches_gradients), overflow and one.is_left_nothing, one.is_constant
 
     return min(found, key=order, default=None)
 
