@@ -476,7 +476,7 @@ class OptimizerLedger:
 def _why_not(optimizer: Optimizer) -> str:
     """Return why an optimizer is not sampled, or "" if it is sampled."""
     if not is_torchs(optimizer.step):
-        return "it may round stochastically or keep float32 copies"
+        return "it may round stochastically or compensate"
     by_entry = NOT_BY_ENTRY.isdisjoint(one.__name__ for one in type(optimizer).__mro__)
     return "" if by_entry else "the update of an entry depends on others"
 

@@ -92,6 +92,7 @@ def headline(record: Record) -> view.Headline:
     return view.first(
         (early, view.Headline("warning", f"{early}. {sentence}".rstrip())),
         (is_error, view.Headline("bad", sentence)),
+        (unjudged(record), view.Headline("doubtful", sentence)),
         (True, view.Headline(TONES[record.verdict], sentence)),
     )
 
@@ -136,8 +137,11 @@ def _sentence(record: Record) -> str:
 
 
 def _verdict(record: Record) -> str:
-    """Return "Healthy", or "Inconclusive" for a run that has not shown it, such as one that skipped every step."""
-    return "Healthy" if record.verdict == "healthy" else "Inconclusive"
+    """Return "Healthy"; "No fault found" if updates in half went unjudged; or "Inconclusive" for a run that has not
+    shown its health, such as one that skipped every step."""
+    if record.verdict != "healthy":
+        return "Inconclusive"
+    return "No fault found" if unjudged(record) else "Healthy"
 
 
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
