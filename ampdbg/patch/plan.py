@@ -413,7 +413,7 @@ def call_of(module: str, model: torch.nn.Module) -> UsersCall | None:
     for function in (one for one in functions if is_users_file(one.__code__.co_filename)):
         name, file = function.__qualname__, function.__code__.co_filename
         callee = f"{function.__code__.co_varnames[0]}.{child}"
-        with contextlib.suppress(EditError):  # the file does not parse
+        with contextlib.suppress(EditError, OSError):  # the file does not parse, or is gone
             if lines := read_source(Path(file).read_bytes()).calls_in(name, callee):
                 return file, LinePin(name, lines, callee)
     return None
@@ -421,7 +421,7 @@ def call_of(module: str, model: torch.nn.Module) -> UsersCall | None:
 
 def method_at(file: str, line: int, model: torch.nn.Module) -> FunctionType | None:
     """Return the method of the model's classes that contains a statement."""
-    with contextlib.suppress(EditError):
+    with contextlib.suppress(EditError, OSError):
         located = read_source(Path(file).read_bytes()).at(line)
         owners = {owner for module in model.modules() for owner in type(module).__mro__}
         functions = (written(value) for owner in owners for value in vars(owner).values())

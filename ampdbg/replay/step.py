@@ -327,12 +327,8 @@ def made_in(result: Any, at: str = "", depth: int = 0) -> Iterator[tuple[str, to
             yield below, leaf
         elif depth < MOST_NESTED and not isinstance(leaf, (torch.nn.Module, type, FunctionType, ModuleType)):
             for name, attribute in list(getattr(leaf, "__dict__", {}).items()):
-                if not _is_large(attribute):
+                if not isinstance(attribute, (list, tuple, dict)) or len(attribute) <= MOST:
                     yield from made_in(attribute, f"{below}.{name}", depth + 1)
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict)) and len(value) > MOST
 
 
 def made_in_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
