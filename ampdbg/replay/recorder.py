@@ -267,6 +267,8 @@ class Recorder(TorchFunctionMode):
         self._copied: set[tuple[Line | None, str]] = set()
         self._scaling: set[int] = set()
         self._compiles = ""
+        self.entered_dtypes: set[torch.dtype] = set()
+        """The dtypes of the autocast regions that were entered, those inside modules too."""
         self._entered: list[Recorder] = []
         self.before = EarlierStates()
         self.looking: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -318,6 +320,8 @@ class Recorder(TorchFunctionMode):
 
     def _on_autocast_entered(self, region: Any, *_: Any) -> None:
         """Start to record when an autocast region is entered: casts before the first module call belong to the step."""
+        if region._enabled:
+            self.entered_dtypes.add(region.fast_dtype)
         is_step = region._enabled and torch.is_grad_enabled() and not self._now.inside
         if is_step and not (self._guard.failure or self._is_paused() or is_tracing()):
             self._guard.run_hook(self._on)

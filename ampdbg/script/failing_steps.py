@@ -426,10 +426,12 @@ class FailingSteps:
         return next((reason for reason, holds in reasons if holds), "")
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
-        """Return the half dtype that autocast uses, that the weights have, or that earlier losses' graphs held."""
+        """Return the half dtype that autocast uses, that the weights have, that earlier losses' graphs held, or that
+        autocast uses inside a module."""
         dtypes = [self.recorder.autocast_dtype(device.type), *{parameter.dtype for parameter in model.parameters()}]
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
         names += sorted(self._watcher.calls.lowered)
+        names += sorted(str(dtype).removeprefix("torch.") for dtype in self.recorder.entered_dtypes)
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
     # Requested captures.

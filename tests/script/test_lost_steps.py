@@ -749,3 +749,36 @@ def test_a_run_without_non_finite_losses_is_healthy_and_notes_no_failing_step(tm
     assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
     assert {made.why for made in record.investigations} <= {"end"}
     assert not any("not finite" in note for note in record.unseen.notes)
+
+
+AUTOCAST_INSIDE = scripts.loop("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        with torch.autocast("cuda"):
+            h = self.a(x) * float(sys.argv[1])
+            h = h * h
+            return self.b(h / (1 + h.amax(-1, keepdim=True))).float()
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for _ in range(3):
+    out = net(torch.randn(8, 16).cuda())
+    assert not torch.isnan(out).any()
+    loss = out.abs().mean()
+    STEP
+""")
+
+
+@pytest.mark.parametrize("gain", ["400", "1"])
+def test_an_assert_in_the_first_step_is_explained_if_autocast_is_inside_the_model(tmp_path: Path, gain: str) -> None:
+    result, record = run(tmp_path, AUTOCAST_INSIDE, gain)
+    if gain == "1":
+        assert (result.code, record.verdict) == (0, "healthy")
+    else:
+        assert (result.code, record.verdict) == (1, "precision")
+        assert first_finding(record) == ("forward-overflow", 0, "", "h = h * h")
