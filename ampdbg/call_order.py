@@ -67,7 +67,7 @@ class GradientState:
     Attributes:
         scaled: the backward pass that wrote them, while they still carry the loss scale.
         unscaled: the ``unscale_`` that no step has followed.
-        updated: an ``update()`` that was called while they were scaled.
+        updated: an ``update()`` that was called while they were scaled, or after an ``unscale_`` that it forgets.
         mixed: gradients of another scale were added since that ``update()``.
         accumulated: a backward pass added scaled gradients after ``unscale_``.
         half: an unscaled backward pass through FP16.
@@ -202,7 +202,7 @@ def _written(held: GradientState, call: Call) -> Iterator[Hit]:
         return
     if held.unscaled is not None:
         yield Hit("misuse-accumulate", held.unscaled)
-        held.unscaled, held.accumulated = None, True
+        held.unscaled, held.updated, held.accumulated = None, None, True
     held.mixed = held.updated is not None
     held.scaled, held.by_hand = call, False
     held.plain, held.has_scaled_pass = None, True
@@ -276,7 +276,8 @@ def _count_step(progress: StepCount, skipped_at: int | None) -> None:
 
 def _update(order: CallOrder, call: Call) -> Iterator[Hit]:
     for held in order.gradients:
-        if held.scaled is not None and held.scaled.actor == call.actor and held.updated is None:
+        of_scaler = held.scaled or held.unscaled
+        if of_scaler is not None and of_scaler.actor == call.actor and held.updated is None:
             held.updated = call
     order.penalty, order.scale_is_known, order.bare_step_reported = None, False, False
     yield from ()

@@ -34,6 +34,14 @@ NOTHING = "No inf checks were recorded prior to update."
 # Sequences of the loops in tests/zoo_misuse are not repeated here.
 RIGHT: dict[str, tuple[Call, ...]] = {
     "an update of another scaler": (FRESH, OTHER_UPDATE, STEP, UPDATE),
+    "an update of another scaler after unscale": (FRESH, Call("unscale", optimizers=(0,), actor=1), OTHER_UPDATE, STEP),
+    "an update after unscale, and then new gradients": (
+        FRESH,
+        Call("unscale", optimizers=(0,), actor=1),
+        UPDATE,
+        FRESH,
+        STEP,
+    ),
     "the scale was asked for": (FRESH, GET_SCALE, CLIP, BARE),
     "a penalty that no loss uses": (PENALTY, UPDATE, FRESH),
     "a scheduler after a step": (FRESH, STEP, UPDATE, MOVE),
@@ -68,6 +76,10 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "a step between": ((FRESH, STEP, UPDATE, ADDED, UNSCALE, STEP), Hit("misuse-accumulate", ADDED)),
     "a step between windows": ((FRESH, STEP, UPDATE, ADDED, SCALED, STEP), Hit("misuse-accumulate", ADDED)),
     "update before the step": ((FRESH, UPDATE, STEP), Hit("misuse-many-updates", UPDATE)),
+    "update between unscale and the step": (
+        (FRESH, Call("unscale", optimizers=(0,), actor=1), UPDATE, STEP),
+        Hit("misuse-many-updates", UPDATE),
+    ),
     "update before unscale": ((FRESH, UPDATE, UNSCALE, STEP), Hit("misuse-many-updates", UPDATE)),
     "scheduler": (
         (FRESH, SKIP, UPDATE, moved := MOVE._replace(step=1), moved),  # the skipped step has already ended

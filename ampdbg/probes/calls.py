@@ -25,13 +25,13 @@ from ampdbg.errors import text_of
 from ampdbg.probes.loss_graph import forward_dtypes, is_one, is_plain, is_scaled_by_hand, is_scaling, scaler_of
 from ampdbg.probes.optimizers import Originals, Stepped, stepped_by
 from ampdbg.probes.source_lines import innermost_line, source_if_known
-from ampdbg.probes.tensors import hold_values
+from ampdbg.probes.tensors import hold_values, stored
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
 from ampdbg.source.ownership import Line, line_of_error
 
 FEW = 16
-"""Look up the source line for this many calls of each kind, and for every misuse."""
+"""Look up the source line for this many calls of each kind, and for every misuse. Copy as many values of a gradient."""
 
 MISUSES_KEPT = 50
 """Maximum number of misuses in the record; misuses with equal code and line count once."""
@@ -73,6 +73,8 @@ class Calls:
         self._found: dict[tuple[str, Line | None], Misuse] = {}
         self._explained = 0
         self._looks = 0
+        self._at_reading: dict[int, torch.Tensor] = {}
+        """Values of the gradients of each optimizer when the loop read the scale."""
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Register an optimizer at the next place; this class holds every object weakly."""
@@ -103,20 +105,24 @@ class Calls:
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
         """Record a scaler call that takes no optimizer."""
+        for place, marks in enumerate(self._marks) if kind == "get_scale" else ():
+            if self._order.carries_scale(place):
+                self._at_reading[place] = marks.values()
         self._note(kind, actor=self.number_of(scaler))
 
     def by_optimizer(self, kind: CallKind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
         """Record a finished call for one optimizer, and the state in which the call left its gradients."""
         place = self._places.get(id(optimizer))
         if place is not None:
+            self._carries_scale(place)
             self._note(kind, (place,), **facts)
             self._marks[place].renew()
 
-    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscaled(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         """Record ``unscale_`` for each optimizer that holds only parameters of this one, as inside a wrapper."""
         held = {id(one) for one in stepped_by(optimizer)}
         places = tuple(place for place, marks in enumerate(self._marks) if marks.are_within(held))
-        self._note("unscale", places)
+        self._note("unscale", places, actor=self.number_of(scaler))
         for place in places:
             self._marks[place].renew()
 
@@ -157,7 +163,15 @@ class Calls:
 
     def scaler_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the scaler whose loss scale the optimizer's gradients still carry; None if no scaler is known."""
-        return self._actor(self._order.carries_scale(self._places[id(optimizer)]))
+        return self._actor(self._carries_scale(self._places[id(optimizer)]))
+
+    def _carries_scale(self, place: int) -> int:
+        """Return the number of the scaler whose scale the optimizer's gradients carry, or 0. The loop may have read the
+        scale for a log or a checkpoint, and not to divide by it. Then a GPU syncs."""
+        before, held = self._at_reading.pop(place, None), self._order.gradients[place]
+        if held.by_hand and before is not None and before.any() and before.equal(self._marks[place].values()):
+            held.by_hand = False
+        return self._order.carries_scale(place)
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if ``unscale_`` was called for this optimizer after its last step."""
@@ -230,7 +244,7 @@ class Calls:
         """Clip gradients with ``run``, and record the call. A limit of at least the loss scale is meant for scaled
         gradients, and is not recorded."""
         places = self.owners(parameters)
-        held = [self._order.carries_scale(place) for place in places]
+        held = [self._carries_scale(place) for place in places]
         scalers = [scaler for scaler in map(self._actor, held) if scaler is not None]
         meant = any(float(limit) >= float(scaler._get_scale_async()) for scaler in scalers)
         if not meant:
@@ -259,6 +273,8 @@ class Calls:
 
     def _report(self, hit: Hit, line: Line | None) -> None:
         key = (hit.code, line)
+        if line is None:  # no more lines are looked up: count it with an earlier one of its kind
+            key = next((one for one in self._found if one[0] == hit.code), key)
         known = self._found.get(key)
         raised = hit.call.raised.partition("\n")[0]
         if known is not None:
@@ -333,6 +349,14 @@ class GradientMarks:
             gradient = getattr(alive(), "grad", None)
             found.append(None if gradient is None else (id(gradient), gradient._version))
         return tuple(found)
+
+    def values(self) -> torch.Tensor:
+        """Return a copy of some values of the sampled gradients."""
+        found = (getattr(alive(), "grad", None) for alive in self._parameters)
+        dense = (one for one in found if one is not None and one.layout is torch.strided)
+        parts = [stored(one.detach()).flatten()[:FEW] for one in dense]
+        alike = [one for one in parts if (one.dtype, one.device) == (parts[0].dtype, parts[0].device)]
+        return torch.cat(alike) if alike else torch.empty(0)
 
     def are_within(self, parameters: Collection[int]) -> bool:
         """True if every sampled parameter is in ``parameters``, given by ``id``."""

@@ -268,7 +268,7 @@ class Watch:
         result = self._calling("unscale", original, scaler, optimizer)
         self._measures.unscaled(scaler, optimizer)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
-            self.calls.unscaled(optimizer)
+            self.calls.unscaled(optimizer, scaler)
         return result
 
     def _step(self, original: Original, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,34 @@ def clip_before_unscale(parts: Parts) -> None:
         scaler.update()
 
 
+def clip_before_unscale_while_the_scale_is_logged(parts: Parts) -> None:
+    for scaler in scaled(parts):
+        assert scaler.state_dict()["scale"] == scaler.get_scale()
+        clip_grad_norm_(parts.model.parameters(), 1.0)  # misuse-clip-scaled
+        scaler.step(parts.optimizer)
+        scaler.update()
+
+
+def bare_step_while_the_scale_is_logged(parts: Parts) -> None:
+    for scaler in scaled(parts):
+        assert scaler.get_scale()
+        parts.optimizer.step()  # misuse-bare-step
+
+
+def update_between_unscale_and_a_step(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        parts.other_optimizer.zero_grad()
+        scaler.scale(parts.other(x * parts.model(x)).square().mean()).backward()
+        scaler.unscale_(parts.optimizer)
+        scaler.unscale_(parts.other_optimizer)
+        scaler.step(parts.optimizer)
+        scaler.update()  # misuse-many-updates
+        scaler.step(parts.other_optimizer)
+        scaler.update()
+
+
 def clip_values_before_unscale(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for x in parts.batches:
