@@ -57,7 +57,26 @@ class _Hooks(UserDict[int, Any]):
                 setattr(torchs, self._name, self.data)
 
     def values(self) -> Any:
-        return (*self.data.values(), *self.ours)
+        return () if _unhooked.is_entered else (*self.data.values(), *self.ours)
+
+
+class _Unhooked(threading.local):
+    is_entered = False
+
+
+_unhooked = _Unhooked()
+
+
+@contextlib.contextmanager
+def unhooked_steps() -> Iterator[None]:
+    """Call no hooks around the steps in this thread while the context is entered, neither torch's nor ampdbg's.
+
+    Other hooks of an optimizer itself still run. It works only while ampdbg has hooks."""
+    _unhooked.is_entered = True
+    try:
+        yield
+    finally:
+        _unhooked.is_entered = False
 
 
 _before, _behind = _Hooks("_global_optimizer_pre_hooks"), _Hooks("_global_optimizer_post_hooks")
@@ -101,7 +120,12 @@ def name_of(optimizer: Optimizer) -> str:
     """Return the class of an optimizer with its module; mark an optimizer on which the script has set a step."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    return name if _innermost(optimizer.step) is _innermost(kind.step) else f"the script's own step of {name}"
+    return name if is_of_class(optimizer) else f"the script's own step of {name}"
+
+
+def is_of_class(optimizer: Optimizer) -> bool:
+    """True if the optimizer's step is its class's, and not one that the script has set on it."""
+    return _innermost(optimizer.step) is _innermost(type(optimizer).step)
 
 
 def _innermost(step: Any) -> Any:

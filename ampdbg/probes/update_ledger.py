@@ -12,6 +12,7 @@ number. It waits for a GPU at most when a window begins.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import weakref
@@ -27,6 +28,19 @@ from ampdbg.errors import named_error
 from ampdbg.probes.averages import Averages, is_dense, sample_of
 from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
 from ampdbg.probes.models import Models
+from ampdbg.probes.optimizer_twin import (
+    BY_OTHERS,
+    KEEPS_THE_REST,
+    NoTwinError,
+    TwinEntries,
+    by_parameter,
+    differs,
+    keeps_the_rest,
+    step_twin,
+    take_options,
+    twin_of,
+    why_no_twin,
+)
 from ampdbg.probes.seams import is_captured
 from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.still_values import StillValues
@@ -65,8 +79,8 @@ ROUNDING = 0.1
 TRACE = 4.0
 """A squared gradient this many times the second moment changes the moment in half too, for a beta2 of 0.999."""
 
-NOT_BY_ENTRY = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-"""Torch optimizers in which the update of an entry depends on further entries, so that a sample is not enough."""
+LARGEST_WHOLE, MOST_WHOLE = 2**20, 2**22
+"""If whole parameters are sampled, the number of entries of the largest, and of all together."""
 
 FOREIGN = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
 """Why updates are not judged if code outside the optimizer's step writes the parameter."""
@@ -230,14 +244,20 @@ class Movements(NamedTuple):
 
 
 class SampledRow:
-    """The sampled entries of parameters in one group with equal step counts, each time stepped as one vector."""
+    """The sampled entries of parameters in one group with equal step counts, each time stepped as one vector.
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], alike: Sequence[tuple[Sample, Any]]) -> None:
+    Or all entries of one parameter, stepped in its shape, if ``is_whole``."""
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], alike: Sequence[tuple[Sample, Any]], *, is_whole: bool
+    ) -> None:
         self.optimizer, self.group = optimizer, group
         self.members, self.parameters = zip(*alike, strict=True)
         self.key = tuple(map(id, self.parameters))
-        self._start = self._last = _samples(self.parameters)
+        self._shape = self.parameters[0].shape if is_whole else None
+        self._start = self._last = self._read(self.parameters)
         self.master = self._start.float()
+        self._stepped = self._shaped(self.master)
         self._origin, self.gradient = self.master.clone(), self.master
         counts = torch.tensor([one.entries for one in self.members])
         self._owners = torch.arange(len(counts)).repeat_interleave(counts).to(self.master.device)
@@ -245,33 +265,74 @@ class SampledRow:
         self._descent, self._got_descent, self._still = others[:3]
         self._added = torch.stack(others[3:])
         self._foreign = torch.zeros_like(self._owners, dtype=torch.bool)
-        self.states = {key: self._state(key) for key in optimizer.state.get(self.parameters[0], {})}
-        self._began_second = self.states.get(SECOND_MOMENT, torch.zeros_like(self.master)).clone()
+        self.states = {key: _in_float32(self._state(key)) for key in self._state_keys}
+        self._began_second = self.states[SECOND_MOMENT].clone() if self._beta else torch.zeros_like(self.master)
         self._steps = 0
 
+    def _read(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return a copy of the row's entries of tensors that are shaped like its parameters, as one vector."""
+        entries_of = sample_of if self._shape is None else _entries_of
+        return torch.cat([entries_of(one) for one in tensors])
+
+    def _shaped(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return a view in which an optimizer steps the row."""
+        return vector if self._shape is None else vector.view(self._shape)
+
+    @property
+    def _state_keys(self) -> Sequence[str]:
+        return tuple(self.optimizer.state.get(self.parameters[0], {}))
+
     def _state(self, key: str) -> Any:
-        """Return the optimizer's state of the entries for this key, in float32. Step counts are in main memory."""
+        """Return the optimizer's state of the entries for this key. Step counts are in main memory."""
         values = [self.optimizer.state[one][key] for one in self.parameters]
         if not isinstance(values[0], torch.Tensor):
-            return values[0]
+            return copy.deepcopy(values[0])
         if key != "step" and values[0].shape == self.parameters[0].shape:
-            return _samples(values).float()
-        return values[0].detach().clone().cpu()
+            return self._shaped(self._read(values))
+        return values[0].detach().clone() if values[0].numel() > 1 else values[0].detach().clone().cpu()
+
+    @property
+    def master_entries(self) -> TwinEntries:
+        """The entries in float32, with their states in float32."""
+        return TwinEntries(self._stepped, self.states, self.group)
+
+    def half_entries(self) -> TwinEntries:
+        """Return copies of the entries as they are before a step, with their gradients and their states."""
+        values = self._shaped(self._start.clone())
+        values.grad = self._shaped(self._read(one.grad for one in self.parameters))
+        return TwinEntries(values, {key: self._state(key) for key in self._state_keys}, self.group)
+
+    def why_not_its_twin(self, entries: TwinEntries, before: Mapping[str, Any] | None) -> str:
+        """Return why the step that has been written is another than its twin's on ``half_entries``, or "".
+
+        ``before`` are the states before the step; None if the masters began at other values."""
+        if differs(self._last, entries.values.flatten(), self._start):
+            return BY_OTHERS
+        after = {key: self._state(key) for key in self._state_keys}
+        keeps = before is not None and keeps_the_rest(before, after, self._stepped, self._shaped(self._last))
+        return KEEPS_THE_REST if keeps else ""
+
+    @property
+    def rounds(self) -> bool:
+        """True if rounding has taken anything from the entries since the masters began."""
+        return bool((self.master != self._last).any())
 
     def before(self) -> None:
         """Read weights and gradients right before a step, so that the master can be stepped."""
-        self._start = _samples(self.parameters)
+        self._start = self._read(self.parameters)
         self._foreign |= self._is_rewritten(self._start)
-        self.gradient = self.master.grad = _samples(one.grad for one in self.parameters).float()
+        self.gradient = self._read(one.grad for one in self.parameters).float()
+        self._stepped.grad = self._shaped(self.gradient)
         self._previous = self.master.clone()
 
     def written(self) -> None:
         """Read the weights right after the step; a later difference is not the optimizer's."""
-        self._last = _samples(self.parameters)
+        self._last = self._read(self.parameters)
+        self.master = self._stepped.flatten()  # a step may replace the memory of what it steps
 
     def is_rewritten(self) -> torch.Tensor:
         """Return a bool tensor: True if any entry has been written since the step."""
-        return self._is_rewritten(_samples(self.parameters)).any()
+        return self._is_rewritten(self._read(self.parameters)).any()
 
     def _is_rewritten(self, now: torch.Tensor) -> torch.Tensor:
         return now.view(torch.int16) != self._last.view(torch.int16)  # compare bits, so that NaN equals NaN
@@ -292,12 +353,13 @@ class SampledRow:
     @property
     def _beta(self) -> float:
         """The decay of the second moment, or 0 without a second moment."""
-        return float(self.group["betas"][1]) if SECOND_MOMENT in self.optimizer.state[self.parameters[0]] else 0.0
+        is_adam = is_torchs(self.optimizer.step) and SECOND_MOMENT in self._state_keys
+        return float(self.group["betas"][1]) if is_adam else 0.0
 
     def _note_decay(self, start: torch.Tensor, update: torch.Tensor) -> None:
         """Add a decoupled weight decay before and after rounding. A fused kernel rounds once, after both parts of an
         update."""
-        rate = float(self.group["lr"]) * self.group.get("weight_decay", 0.0)
+        rate = float(self.group.get("lr", 0.0)) * self.group.get("weight_decay", 0.0)
         if rate and self.group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW)):
             dtype, decay = self._last.dtype, -rate * self._previous
             by_gradient, together = (update - decay, update) if self.group.get("fused") else (0.0, -rate * start)
@@ -310,7 +372,7 @@ class SampledRow:
 
         def add(index: int, gradient: torch.Tensor) -> None:
             if is_in_a_pass():
-                values = sample_of(gradient).float()
+                values = self._read([gradient]).float()
                 parts[index][0].add_(values)
                 parts[index][1].copy_((parts[index][1] + values).to(self._last.dtype))
 
@@ -330,7 +392,7 @@ class SampledRow:
         In a row made after the last step they are the current moments, with that step's gradients.
         """
         window = self._beta**self._steps
-        kept = self._state(SECOND_MOMENT) if self._beta else self._second
+        kept = self._state(SECOND_MOMENT).float() if self._beta else self._second
         start = self._began_second
         squares = self._second / (1.0 - window) if self._steps else self.gradient.square()
         known = before or Moments(step - self._steps, start, squares, start, start)
@@ -354,7 +416,8 @@ class SampledRow:
         products = (more - less for more, less in zip(now.products, known.products, strict=True))
         eps = torch.finfo(self._last.dtype).eps
         half = torch.ldexp(torch.full_like(self.master, eps / 4), torch.frexp(self._origin)[1])
-        bits = (float(self.group["lr"]) * self._steps * half / self._path).log2()
+        rate = float(self.group["lr"]) if is_torchs(self.optimizer.step) else math.nan  # the step may scale it again
+        bits = (rate * self._steps * half / self._path).log2()
         is_sized = bits.isfinite() & (self._origin != 0.0)  # any update moves a zero
         lines: tuple[torch.Tensor, ...] = (  # in the order of Sums
             *products, self._descent, self._got_descent, torch.ones_like(half), now.moved ^ known.moved,
@@ -374,19 +437,29 @@ class SampledRow:
         return stacked.new_zeros(len(stacked), len(self.members)).index_add_(1, self._owners, stacked)
 
 
-def _samples(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([sample_of(tensor) for tensor in tensors])
+def _in_float32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in HALVES
+    return value.float() if is_half else value
+
+
+def _entries_of(tensor: torch.Tensor) -> torch.Tensor:
+    return stored(tensor.detach()).flatten()
 
 
 class UpdateWindow:
-    """Some steps of an optimizer, which a twin optimizer repeats on float32 masters."""
+    """Some steps of an optimizer, which a twin optimizer repeats on float32 masters.
 
-    def __init__(self, optimizer: Optimizer, rows: Sequence[SampledRow]) -> None:
-        self.rows, self.steps = rows, 0
-        self._twin = object.__new__(type(optimizer))
-        own = {key: value for key, value in vars(optimizer).items() if "hook" not in key and key != "step"}
-        groups = [{"params": [row.master], **_plain_options(row.group)} for row in rows]
-        vars(self._twin).update(own, state={row.master: row.states for row in rows}, param_groups=groups)
+    If ``is_checked``, a second twin repeats each step on half entries. Only if it writes the same values, the entries
+    show the optimizer's own updates.
+    """
+
+    def __init__(self, optimizer: Optimizer, rows: Sequence[SampledRow], *, is_checked: bool) -> None:
+        self.rows, self.steps, self.is_checked, self._optimizer = rows, 0, is_checked, optimizer
+        self._twin = twin_of(optimizer, [row.master_entries for row in rows])
+        self.is_undecided = False
+        """True if the first step shows nothing of what the optimizer keeps, as with a learning rate of zero."""
+        self._half_entries: list[TwinEntries] = []
+        self._half_states: list[dict[str, Any]] = []
 
     @property
     def has_gradients(self) -> bool:
@@ -394,15 +467,23 @@ class UpdateWindow:
         return all(parameter.grad is not None for row in self.rows for parameter in row.parameters)
 
     def before(self) -> None:
-        for row, group in zip(self.rows, self._twin.param_groups, strict=True):
+        for row in self.rows:
             row.before()
-            group.update(_plain_options(row.group))
-        step: Callable[..., Any] = type(self._twin).step
-        getattr(step, "__wrapped__", step)(self._twin)  # without torch's hooks
+        take_options(self._twin, self._optimizer)
+        if self.is_checked:
+            self._half_states = [row.half_entries().state for row in self.rows] if self.steps == 0 else []
+            self._half_entries = [row.half_entries() for row in self.rows]
+            step_twin(twin_of(self._optimizer, self._half_entries))
+        step_twin(self._twin)
 
     def written(self) -> None:
         for row in self.rows:
             row.written()
+        self.is_undecided = self.is_checked and self.steps == 0 and not any(row.rounds for row in self.rows)
+        for index, entries in enumerate(self._half_entries):
+            before = self._half_states[index] if self._half_states else None
+            if why_not := self.rows[index].why_not_its_twin(entries, before):
+                raise NoTwinError(why_not)
 
     def after(self) -> None:
         """Add the step to the sums; call this after the optimizer's own hooks."""
@@ -412,12 +493,6 @@ class UpdateWindow:
         is_rewritten = torch.stack([row.is_rewritten().to(device) for row in self.rows]).any()
         for row in self.rows:
             row.after(is_rewritten)
-
-
-def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's options without its parameters, for an optimizer that runs op by op."""
-    kernels = dict.fromkeys(group.keys() & {"foreach", "fused", "capturable", "differentiable"}, False)
-    return {**{key: value for key, value in group.items() if key != "params"}, **kernels}
 
 
 class OptimizerLedger:
@@ -435,15 +510,28 @@ class OptimizerLedger:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         is_half = any(parameter.dtype in HALVES for parameter in parameters)
         self.is_kept, self.why_not = is_half, ""
+        self.is_whole = by_parameter(optimizer)
+        """True if whole parameters are sampled, since the update of an entry depends on others of its parameter."""
         self.still = StillValues()
         """Used if the optimizer is not sampled."""
 
     def judge(self, optimizer: Optimizer) -> None:
         """Check again if the optimizer can be sampled: its step may be replaced or get a hook at any time."""
-        self.why_not = _why_not(optimizer) if self.is_kept else self.why_not
+        self.why_not = why_no_twin(optimizer) if self.is_kept else self.why_not
         if self.why_not:
             self.is_kept, self.window = False, None
             self.name = name_of(optimizer)
+
+    def failed(self, error: Exception) -> None:
+        """End the window, as a twin does not follow the optimizer. If it stepped entries, try whole parameters next."""
+        is_checked = self.window is not None and self.window.is_checked
+        if is_checked and not (self.is_whole or self.windows):
+            self.is_whole, self.steps = True, 0
+        else:
+            self.is_kept = False
+            is_named = isinstance(error, NoTwinError)
+            self.why_not = str(error) if is_named else f"on float32 copies it raises {named_error(error)}"
+        self.window = None
 
     def columns(self) -> list[SampledSums]:
         rows = self.window.rows if self.window is not None and self.window.steps else ()
@@ -453,7 +541,8 @@ class OptimizerLedger:
         """Yield the current second moments by name, for parameters with a past window and with gradients. Yield nothing
         if the optimizer is not judged any more."""
         optimizer = self.of()
-        for row in _rows(optimizer, names) if optimizer is not None and self.is_kept else ():
+        rows = _rows(optimizer, names, is_whole=self.is_whole) if optimizer is not None and self.is_kept else ()
+        for row in rows:
             if row.key in self.moments:
                 row.before()
                 columns = row.second_moments(self._moments_of(row)).T.tolist()
@@ -471,14 +560,6 @@ class OptimizerLedger:
         self.ways.update(ways if self.first else {key: Movements.begun(one.moved) for key, one in ways.items()})
         self.window = None
         return columns
-
-
-def _why_not(optimizer: Optimizer) -> str:
-    """Return why an optimizer is not sampled, or "" if it is sampled."""
-    if not is_torchs(optimizer.step):
-        return "it may round stochastically or compensate"
-    by_entry = NOT_BY_ENTRY.isdisjoint(one.__name__ for one in type(optimizer).__mro__)
-    return "" if by_entry else "the update of an entry depends on others"
 
 
 class UpdateLedger:
@@ -559,8 +640,7 @@ class UpdateLedger:
             with torch.no_grad():
                 turn(book, given)
         except Exception as error:  # noqa: BLE001 - an optimizer may raise anything on float32 copies
-            book.window, book.is_kept = None, False
-            book.why_not = f"on float32 copies it raises {named_error(error)}"
+            book.failed(error)
         spent = time.perf_counter() - began
         if book.moments:  # the first window is free of the time limit
             self._spent += spent
@@ -572,8 +652,10 @@ class UpdateLedger:
         if book.window is not None and not book.window.has_gradients:
             book.window = None
         if book.window is None and self._may_begin(book, optimizer):
-            rows = tuple(_rows(optimizer, names_and_kinds(self._models)))
-            book.window, book.cost = UpdateWindow(optimizer, rows) if rows else None, 0.0
+            rows = tuple(_rows(optimizer, names_and_kinds(self._models), is_whole=book.is_whole))
+            is_checked = book.is_whole or not is_torchs(optimizer.step)
+            book.window = UpdateWindow(optimizer, rows, is_checked=is_checked) if rows else None
+            book.cost = 0.0
         if book.window is not None:
             book.window.before()
 
@@ -585,6 +667,9 @@ class UpdateLedger:
     def _after(self, book: OptimizerLedger, step: int) -> None:
         window = book.window
         assert window is not None
+        if window.is_undecided:  # the next step begins another
+            book.window, book.steps = None, 0
+            return
         window.after()
         book.sampled += 1
         if book.added >= MANY and window.steps == 1:
@@ -632,7 +717,8 @@ class UpdateLedger:
         known = [later[name] for name in whole]
         names = partial(names_and_kinds, self._models)
         averages = self.averages.seen
-        half = len(every.keys() | {name for book in self._books.values() for name in book.still.names})
+        others = (book.still.names for book in self._books.values() if book.why_not != KEEPS_THE_REST)
+        half = len(every.keys() | {name for names in others for name in names})
         if not (half or averages or self._spoilt):
             return None
         total, descent = (Sums.of((Sums(), *(one.whole for one in those))) for those in (known, whole.values()))
@@ -716,16 +802,21 @@ def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:
     return next((eps for eps in constants if eps and not torch.tensor(eps, dtype=torch.float16).item()), None)
 
 
-def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]]) -> Iterator[SampledRow]:
+def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]], *, is_whole: bool) -> Iterator[SampledRow]:
     """Yield rows of half parameters with a gradient. A row shares device, dtype, state keys and step count."""
+    left = MOST_WHOLE
     for index, group in enumerate(optimizer.param_groups):
         alike: dict[Any, list[tuple[Sample, Any]]] = {}
         for place, parameter in enumerate(group["params"]):
             if parameter.dtype not in HALVES or parameter.is_meta or not is_dense(parameter.grad):
                 continue
             state, size = optimizer.state.get(parameter, {}), stored(parameter.detach()).numel()
+            if is_whole and (size > LARGEST_WHOLE or size > left):
+                continue
+            left -= size
             name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
-            key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)))
+            key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)), is_whole and place)
+            entries = size if is_whole else len(sample_of(parameter))
             if size:
-                alike.setdefault(key, []).append((Sample(name, kind, len(sample_of(parameter)), size), parameter))
-        yield from (SampledRow(optimizer, group, members) for members in alike.values())
+                alike.setdefault(key, []).append((Sample(name, kind, entries, size), parameter))
+        yield from (SampledRow(optimizer, group, members, is_whole=is_whole) for members in alike.values())

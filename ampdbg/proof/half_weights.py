@@ -37,7 +37,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.proof.jobs import overlaid
 from ampdbg.proof.processes import Deliver, end_group, fresh_process
 from ampdbg.proof.suggestion import Suggestion
-from ampdbg.quantities import byte_size, counted, listed, number
+from ampdbg.quantities import byte_size, counted, listed, number, percent
 from ampdbg.record.codes import CODES
 from ampdbg.record.pins import Form, Handover, PatchUnit, Proof, ProofStep
 from ampdbg.record.run import Record, Updates
@@ -47,6 +47,9 @@ from ampdbg.script.launch import Script, ScriptEnd, Start, run_script
 from ampdbg.script.ranks import alone
 from ampdbg.script.restart import REFUSED
 from ampdbg.source.ownership import loaded_files
+
+MOST_LEFT = 0.5
+"""A remedy cures half weights if at most this share of what they lose of the loss's fall is left."""
 
 STEPS, LEAST, LONGEST = 60, 20, 120.0
 """A window has up to STEPS steps. After LONGEST seconds it ends, but with no fewer than LEAST steps."""
@@ -261,6 +264,10 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
         lost = [MEASURES[code](one.ledger) if one.half_weights else NOTHING for one in (old, new)]
         shown = ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
         yield shown if code in was else ProofStep(code, True, unseen, ran=False)
+    cost, left = old.ledger.cost, new.ledger.cost if new.half_weights else 0.0
+    if cost and left is not None:
+        costs = f"{percent(cost)} before; {percent(left)} with the patch"
+        yield ProofStep("lost of the loss's fall, to first order", left <= MOST_LEFT * cost, costs)
 
 
 def _cost(remedy: Remedy, seen: SeenWindow) -> str:

@@ -1,11 +1,12 @@
 """Tests of the updates that half weights lose, against float32 masters that a test steps; windows leave no trace."""
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -563,7 +564,7 @@ def test_nothing_is_reported_if_a_library_keeps_masters_or_rounds_stochastically
 def test_nothing_is_reported_but_a_note_if_the_optimizer_state_holds_masters() -> None:
     record, _ = trained(make=lambda net: WithMasters(net.parameters()), steps=30)
     assert (codes(record), judged(record)) == ([], 0)
-    why = "it may round stochastically or compensate"
+    why = "it keeps what rounding takes from the half weights"
     who = f"{__name__}.WithMasters"
     assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
@@ -633,7 +634,7 @@ def test_a_custom_step_set_on_an_optimizer_is_not_sampled_and_one_of_a_scheduler
     assert (judged(record) > 0, record.unseen.notes == ()) == (is_torchs, is_torchs)
     if not is_torchs:
         assert codes(record) == []
-        why = "it may round stochastically or compensate"
+        why = "the script has set the step itself"
         who = "the script's own step of torch.optim.adamw.AdamW"
         assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
 
@@ -657,9 +658,10 @@ class OwnStep(torch.optim.Optimizer):
     If ``keeps`` names float32 weights or the rounding error in the state, the next step starts from them.
     """
 
-    def __init__(self, parameters: Any, lr: float = 5e-4, keeps: str = "") -> None:
+    def __init__(self, parameters: Any, lr: float = 5e-4, keeps: str = "", **attributes: Any) -> None:
         super().__init__(parameters, {"lr": lr})
         self.keeps = keeps
+        vars(self).update(attributes)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -683,14 +685,24 @@ def own(keeps: str = "", lr: float = 5e-4) -> Made:
     return lambda net: OwnStep(net.parameters(), lr, keeps)
 
 
+def own_with_net(keeps: str = "", lr: float = 5e-4) -> Made:
+    """An optimizer that cannot be compared, because it has more than numbers of its own."""
+    return lambda net: OwnStep(net.parameters(), lr, keeps, net=net)
+
+
+def note_of(kind: type[Any], why: str) -> str:
+    return f"ampdbg does not compare updates by {__name__}.{kind.__name__} with float32's: {why}"
+
+
 def page_of(record: Record) -> str:
     return " ".join(text_of(record, CommandContext("", ""), PLAIN, "text").split())
 
 
 def test_half_values_that_never_change_are_named_if_the_optimizer_is_not_compared() -> None:
-    record, net = trained(steps=60, make=own())
+    record, net = trained(steps=60, make=own_with_net())
     assert int((net.norm.weight != 1).sum()) == 0
     assert (codes(record), record.verdict, judged(record)) == ([("frozen-weights", "warning")], "precision", 0)
+    assert record.unseen.notes == (note_of(OwnStep, "its twin may not share its attribute net"),)
     assert record.findings[0].parameter == "norm.weight"
     message = "0 of 64 values of norms (1) have changed in 51 steps: norm.weight. Their gradients are not zero"
     assert record.findings[0].message.startswith(message)
@@ -700,11 +712,11 @@ def test_half_values_that_never_change_are_named_if_the_optimizer_is_not_compare
 def without_gradient(net: nn.Module) -> torch.optim.Optimizer:
     for gain in gains(net):
         gain.register_hook(torch.zeros_like)
-    return OwnStep(net.parameters())
+    return OwnStep(net.parameters(), net=net)
 
 
 def without_gains(net: nn.Module) -> torch.optim.Optimizer:
-    return OwnStep([one for one in net.parameters() if all(one is not gain for gain in gains(net))])
+    return OwnStep([one for one in net.parameters() if all(one is not gain for gain in gains(net))], net=net)
 
 
 def gains_at_rate_zero(net: nn.Module) -> torch.optim.Optimizer:
@@ -716,11 +728,11 @@ def gains_at_rate_zero(net: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "steps"),
     [
-        (own("whole"), 60),
-        (own("kahan"), 60),
-        (own(lr=3e-2), 60),
-        (own(), 20),
-        (own(lr=1e-5), 60),  # in so few steps, float32 weights would not change in half either
+        (own_with_net("whole"), 60),
+        (own_with_net("kahan"), 60),
+        (own_with_net(lr=3e-2), 60),
+        (own_with_net(), 20),
+        (own_with_net(lr=1e-5), 60),  # in so few steps, float32 weights would not change in half either
         (without_gradient, 60),
         (without_gains, 60),
         (gains_at_rate_zero, 60),
@@ -750,6 +762,8 @@ def test_gains_that_short_steps_of_sgd_have_not_moved_yet_are_not_reported_as_fr
     record, net = trained(steps=100, make=lambda net: CompensatedSGD(net.parameters()))
     assert int((net.norm.weight != 1).sum()) <= 2  # the exact ones have moved by less than a unit in the last place
     assert (codes(record), judged(record)) == ([], 0)
+    assert record.unseen.notes == (note_of(CompensatedSGD, "it keeps what rounding takes from the half weights"),)
+    assert "Healthy: none of 100 steps skipped." in page_of(record)
 
 
 def test_a_loop_without_optimizer_steps_reports_no_frozen_values() -> None:
@@ -764,11 +778,11 @@ def test_a_loop_without_optimizer_steps_reports_no_frozen_values() -> None:
 
 def test_the_page_of_a_run_whose_half_updates_were_not_compared_does_not_call_it_healthy() -> None:
     said = "; what 5 half parameters lose of their updates was not compared with FP32."
-    record, _ = trained(steps=20, make=own())
+    record, _ = trained(steps=20, make=own_with_net())
     assert f"No fault found: none of 20 steps skipped{said}" in page_of(record)
     assert record.verdict == "healthy"
     assert "Healthy: none of 20 steps skipped." in page_of(trained(steps=20, make=partial(adamw, lr=3e-2))[0])
-    assert said not in page_of(trained(torch.float32, steps=20, make=own())[0])
+    assert said not in page_of(trained(torch.float32, steps=20, make=own_with_net())[0])
 
 
 def test_lost_shares_omit_the_loss_forecast_if_some_parameters_are_not_judged() -> None:
@@ -854,16 +868,151 @@ def test_a_sampled_run_ends_with_the_same_bits(kind: str, always: None) -> None:
     assert (watched.ledger.seen.steps, watched.ledger.notes, watched.failure) == (13, (), "")
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
-def test_an_optimizer_whose_entries_depend_on_each_other_is_not_sampled(kind: Any) -> None:
+def test_an_optimizer_whose_entries_depend_on_all_others_is_not_sampled() -> None:
     net = Net().to(HALF)
-    optimizer = kind(net.parameters())
+    optimizer = torch.optim.LBFGS(net.parameters())
     with watch(net, optimizer) as watched:
         for loss in losses(net, HALF, 2):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step(lambda loss=loss: loss)
     assert judged(watched.record()) == 0
+
+
+# Optimizers that are not torch's, or that step whole parameters, compared by twins
+
+
+class OwnMuon(torch.optim.Optimizer):
+    """Steps matrices along the sign of their gradient's largest part, which needs all of it, and vectors like SGD."""
+
+    def __init__(self, parameters: Any, scale: float = 1e-4) -> None:
+        super().__init__(parameters, {"lr": scale})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad
+            way = gradient / gradient.norm() * gradient.numel() ** 0.5 if gradient.ndim == 2 else gradient.sign()
+            parameter.sub_(self.param_groups[0]["lr"] * way)
+
+
+def followed(make: Made, steps: int = 12) -> tuple[Record, float]:
+    """A watched run, and the share of float32's way that its half weights have lost. The masters take the same steps
+    from the same gradients."""
+    net = Net().to(HALF)
+    optimizer, masters = make(net), float32_masters(net, lambda those: make(nn.ParameterList(those)))[0]
+    began = [one.detach().float().clone() for one in net.parameters()]
+    mine = [one for group in masters.param_groups for one in group["params"]]
+    theirs = [one for group in optimizer.param_groups for one in group["params"]]
+
+    def step_masters() -> None:
+        for master, half in zip(mine, theirs, strict=True):
+            master.grad = None if half.grad is None else half.grad.float()
+        masters.step()
+
+    record = looped(net, optimizer, steps, before=step_masters)
+    start = {id(half): one for half, one in zip(net.parameters(), began, strict=True)}
+    wanted = torch.cat([(master - start[id(half)]).flatten() for master, half in zip(mine, theirs, strict=True)])
+    got = torch.cat([(half.float() - start[id(half)]).flatten() for half in theirs])
+    return record, float(1 - (wanted @ got / (wanted @ wanted)).detach())
+
+
+def matrices(net: nn.Module) -> list[nn.Parameter]:
+    return [one for one in net.parameters() if one.ndim == 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (own(lr=5e-5), 5),
+        (lambda net: OwnMuon(net.parameters()), 5),
+        (lambda net: torch.optim.Adafactor(net.parameters(), lr=1e-3), 5),
+        (lambda net: torch.optim.Muon(matrices(net), lr=1e-4), 2),
+    ],
+    ids=["by-entry", "by-parameter", "Adafactor", "Muon"],
+)
+def test_what_an_optimizer_loses_is_what_it_loses_beside_float32_masters(make: Made, count: int) -> None:
+    if count == 2 and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    record, lost = followed(make)
+    assert record.updates is not None
+    assert (judged(record), record.unseen.notes) == (count, ())
+    assert record.updates.lost == pytest.approx(lost, abs=0.06)
+    assert lost > 0.01
+
+
+def test_gains_that_an_optimizer_of_the_users_freezes_are_an_error_as_with_torchs_own() -> None:
+    record, net = trained(steps=20, make=own())
+    assert int((net.norm.weight != 1).sum()) == 0
+    assert (codes(record)[:1], record.findings[0].parameter) == ([("frozen-weights", "error")], "norm.weight")
+    assert "No fault found" not in page_of(record)
+
+
+class Meddling(OwnStep):
+    """Does what must not show if its step runs a second time: it prints, draws, appends, or writes another tensor."""
+
+    how: str
+    taken: list[int]
+    seen: ClassVar[list[torch.Tensor]] = [torch.zeros(())]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if self.how == "prints":
+            print("a step")  # noqa: T201 - as a script does
+        elif self.how == "draws":
+            torch.rand(1)
+        elif self.how == "python":
+            random.random()
+        elif self.how == "appends":
+            self.taken.append(1)
+        else:
+            Meddling.seen[0].add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("prints", ""),
+        ("python", ""),
+        ("appends", ""),
+        ("draws", "it draws random numbers"),
+        ("writes", "its step writes tensors besides its parameters and their states"),
+    ],
+)
+def test_a_twin_leaves_no_trace_of_the_step_of_an_optimizer(
+    how: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Meddling.seen[0].zero_()
+    made: list[Meddling] = []
+
+    def make(net: nn.Module) -> torch.optim.Optimizer:
+        made.append(Meddling(net.parameters(), how=how, taken=[]))
+        random.seed(3)
+        return made[0]
+
+    record, _ = trained(steps=12, make=make)
+    after, drawn = random.getstate(), torch.rand(1)
+    assert (judged(record), record.unseen.notes) == ((0, (note_of(Meddling, why),)) if why else (5, ()))
+    assert capsys.readouterr().out == "a step\n" * (12 * (how == "prints"))
+    assert made[0].taken == [1] * (12 * (how == "appends"))
+    assert float(Meddling.seen[0]) == 12 * (how == "writes")
+    random.seed(3)
+    for _ in range(12 * (how == "python")):
+        random.random()
+    assert after == random.getstate()
+    Net()  # seeds torch
+    for _ in range(12 * (how == "draws")):
+        torch.rand(1)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_a_learning_rate_of_zero_in_the_first_steps_does_not_hide_that_an_optimizer_compensates() -> None:
+    net, rates = Net().to(HALF), iter([0.0] * 3 + [1e-2] * 27)
+    optimizer = CompensatedSGD(net.parameters())
+    record = looped(net, optimizer, 30, before=lambda: optimizer.param_groups[0].update(lr=next(rates)))
+    assert (codes(record), judged(record)) == ([], 0)
+    assert record.unseen.notes == (note_of(CompensatedSGD, "it keeps what rounding takes from the half weights"),)
 
 
 def test_an_optimizer_that_raises_on_float32_copies_is_noted() -> None:
