@@ -230,13 +230,13 @@ def _record_of(content: bytes) -> Record:
     if head.get("version") not in READABLE_LOGS:
         version, readable = shown(head.get("version")), " and ".join(map(str, READABLE_LOGS))
         raise RecordError(f"a log of version {version}; this ampdbg reads versions {readable}")
-    steps: dict[Any, Any] = {}
+    steps: dict[str, Any] = {}  # by number; a step that is written again keeps its place
     investigations: list[Any] = []
     record: dict[str, Any] = {}
     for number, line in enumerate(lines[1:-1], start=2):  # the rest after the last newline is empty or incomplete
         kind, value = _only(_parsed(line, number), number)
         if kind == "step":
-            steps[_number_of(value, number)] = value
+            steps[str(value.get("step"))] = value
         elif kind == "investigation":
             investigations.append(value if head["version"] == LOG_VERSION else upgraded_investigation(value))
         else:
@@ -248,7 +248,7 @@ def _record_of(content: bytes) -> Record:
             **record,
             "format": RECORD_FORMAT,
             "version": RECORD_VERSION,
-            "steps": [steps[number] for number in sorted(steps)],
+            "steps": [*steps.values()],
             "investigations": investigations,
         },
         "log",
@@ -273,10 +273,3 @@ def _only(data: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
     if len(data) != 1 or kind not in KINDS or not isinstance(value, dict):
         raise RecordError(f"a damaged log: line {number}: got {shown(data)}; needed: one of {', '.join(KINDS)}")
     return kind, value
-
-
-def _number_of(step: dict[str, Any], line: int) -> int:
-    number = step.get("step")
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise RecordError(f"a damaged log: line {line}: step.step: got {shown(number)}; needed: a whole number")
-    return number
