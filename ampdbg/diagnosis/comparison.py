@@ -30,14 +30,13 @@ Compared = TypeVar("Compared")
 
 @dataclass(frozen=True)
 class Change(Generic[Of, Compared]):
-    """A value ``of`` a place or a module, then and now. ``lost`` and ``won`` are how much worse and better it got,
-    in bits, or in places for overflows. Either can be negative."""
+    """A value ``of`` a place or a module, then and now. ``lost`` is how much worse it got, in bits, or in places for
+    overflows. It is negative if it got better."""
 
     of: Of
     then: Compared
     now: Compared
     lost: float
-    won: float
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ class Comparison:
         return bool(self.then.sites and self.now.sites)
 
     @cached_property
+    def reversed(self) -> Comparison:
+        """The comparison of the two records the other way round: what is worse in it has got better."""
+        return Comparison(self.now, self.then, self.within)
+
+    @cached_property
     def appeared(self) -> tuple[Finding, ...]:
         """The new independent findings, except information."""
         return tuple(_beyond(self.now, self.then))
-
-    @cached_property
-    def gone(self) -> tuple[Finding, ...]:
-        """The independent findings that are not there any more."""
-        return tuple(_beyond(self.then, self.now))
 
     @cached_property
     def overflows(self) -> tuple[Change[Site, int], ...]:
@@ -72,21 +71,19 @@ class Comparison:
         then, now = (Counter(map(PLACE, sites)) for sites in starts)
         example = {PLACE(site): site for sites in starts for site in reversed(sites)}
         both = ((site, then[place], now[place]) for place, site in example.items())
-        return tuple(Change(site, before, after, after - before, before - after) for site, before, after in both)
+        return tuple(Change(site, before, after, after - before) for site, before, after in both)
 
     @cached_property
     def headrooms(self) -> tuple[Change[str, float], ...]:
         """The tightest headroom in each common module's forward pass, in bits; largest reduction first."""
         then, now = (_tightest(record.sites) for record in (self.then, self.now))
         both = ((module, then[module], bits) for module, bits in now.items() if module in then)
-        return _most_lost(
-            Change(module, before, after, before - after, after - before) for module, before, after in both
-        )
+        return _most_lost(Change(module, before, after, before - after) for module, before, after in both)
 
     @cached_property
     def windows(self) -> tuple[Change[str, Window], ...]:
         """The usable loss scales of the whole model, named "", and of each common module; largest reduction first.
-        ``lost`` is the number of bits by which an end moved inward, ``won`` that by which one moved outward."""
+        ``lost`` is their :func:`narrowing`."""
         if not self.has_ranges:
             return ()
         then, now = ({one.module: one for one in module_windows(record.sites)} for record in (self.then, self.now))
@@ -97,11 +94,6 @@ class Comparison:
     def began(self) -> tuple[Change[Site, int], ...]:
         """The places with more overflows than then."""
         return tuple(one for one in self.overflows if one.lost > 0)
-
-    @property
-    def ceased(self) -> tuple[Change[Site, int], ...]:
-        """The places with fewer overflows than then."""
-        return tuple(one for one in self.overflows if one.won > 0)
 
     @property
     def tighter(self) -> tuple[Change[str, float], ...]:
@@ -120,20 +112,24 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """True if anything got worse by more than ``within``."""
-        return bool(self.broke or self.appeared or self.began or self.tighter or self.narrower)
+        """True if an error stops the run, or anything got worse by more than ``within``."""
+        return self.broke or self.has_lost
 
     @property
-    def is_better(self) -> bool:
-        """True if anything got better, even if something else got worse."""
-        won = (*(one.won for one in self.headrooms), *(one.won for one in self.windows[:1]))
-        return bool(self.gone or self.ceased) or max(won, default=0.0) > self.within
+    def has_lost(self) -> bool:
+        """True if a finding is new, or a measurement is worse by more than ``within``."""
+        return bool(self.appeared or self.began or self.tighter or self.narrower)
 
 
 def _of_windows(module: str, then: Window, now: Window) -> Change[str, Window]:
+    return Change(module, then, now, narrowing(then, now))
+
+
+def narrowing(then: Window, now: Window) -> float:
+    """Return by how many bits an end of a window moved inward. The other end may have moved outward."""
     ends = [[min(max(end, LEAST_SCALE), MOST_SCALE) for end in (one.floor, one.ceiling)] for one in (then, now)]
     (lower, higher), (low, high) = (map(math.log2, one) for one in ends)
-    return Change(module, then, now, max(low - lower, higher - high), max(lower - low, high - higher))
+    return max(low - lower, higher - high)
 
 
 def _most_lost(changes: Iterable[Change[str, Compared]]) -> tuple[Change[str, Compared], ...]:

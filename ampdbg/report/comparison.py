@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdbg.diagnosis.comparison import Change, Comparison
+from ampdbg.diagnosis.comparison import Change, Comparison, narrowing
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window
 from ampdbg.levels import precision_of
@@ -49,9 +49,9 @@ def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
         "now": now,
         "within": compared.within,
         "worse": compared.is_worse,
-        "better": compared.is_better,
+        "better": compared.reversed.has_lost,
         "appeared": [fields(one, *finding) for one in compared.appeared],
-        "gone": [fields(one, *finding) for one in compared.gone],
+        "gone": [fields(one, *finding) for one in compared.reversed.appeared],
         "overflows": [
             fields(one.of, "phase", "module", "op") | fields(one, "then", "now") for one in compared.overflows
         ],
@@ -67,7 +67,7 @@ def _headline(compared: Comparison) -> view.Headline:
     same = f", with the same {counted(len(compared.now.findings), 'finding')}" * bool(compared.now.findings)
     return view.first(
         (compared.is_worse, view.Headline("bad", f"Worse: {'; '.join(_worse(compared))}.")),
-        (compared.is_better, view.Headline("good", f"Better: {'; '.join(_better(compared))}.")),
+        (compared.reversed.has_lost, view.Headline("good", f"Better: {'; '.join(_better(compared.reversed))}.")),
         (True, view.Headline("good", f"Not worse, within {counted_bits(compared.within)}{same}.")),
     )
 
@@ -90,13 +90,13 @@ def _worse(compared: Comparison) -> Iterator[str]:
         yield f"the range of loss scales that work shrank by {counted_bits(round(compared.narrower.lost, 1))}"
 
 
-def _better(compared: Comparison) -> Iterator[str]:
-    ceased = round(sum(one.won for one in compared.ceased))
-    won = sum(one.won > compared.within for one in compared.headrooms)
-    yield from _listed(compared.gone, "gone")
+def _better(back: Comparison) -> Iterator[str]:
+    """Yield what got better, from the comparison the other way round."""
+    ceased, won = round(sum(one.lost for one in back.began)), len(back.tighter)
+    yield from _listed(back.appeared, "gone")
     yield from [f"{counted(ceased, 'fewer place')} would overflow"] * bool(ceased)
     yield from [f"{counted(won, 'module')} gained headroom"] * bool(won)
-    yield from ["more loss scales work"] * any(one.won > compared.within for one in compared.windows[:1])
+    yield from ["more loss scales work"] * (back.narrower is not None)
 
 
 def _listed(findings: Sequence[Finding], what: str) -> list[str]:
@@ -110,7 +110,7 @@ def _sections(compared: Comparison, most: int | None = None) -> tuple[view.Secti
     error = compared.now.error.splitlines()[: not compared.then.error]
     headrooms = (one for one in compared.headrooms if is_whole or abs(one.lost) > within)
     held = [(_sign(one.lost, within), view.module(one.of), f"{one.then:.1f}", f"{one.now:.1f}") for one in headrooms]
-    windows = (one for one in compared.windows if is_whole or max(one.lost, one.won) > within)
+    windows = (one for one in compared.windows if is_whole or max(one.lost, _won(one)) > within)
     then, now = _run(compared.then), _run(compared.now)
     runs = [("", name, then[name], now[name]) for name in then] * (
         is_whole or not (compared.appeared or compared.overflows)
@@ -144,8 +144,12 @@ def _overflow_row(one: Change[Site, int]) -> Row:
     return _sign(one.lost, 0), " · ".join(filter(None, parts)), f"{one.then:,}", f"{one.now:,}"
 
 
+def _won(one: Change[str, Window]) -> float:
+    return narrowing(one.now, one.then)
+
+
 def _window_row(one: Change[str, Window], within: float) -> Row:
-    lost = one.lost if one.lost > within else -one.won
+    lost = one.lost if one.lost > within else -_won(one)
     named = line(one.of or view.Words("the whole model", "strong"))
     return _sign(lost, within), named, *(_span(end.floor, end.ceiling) for end in (one.then, one.now))
 

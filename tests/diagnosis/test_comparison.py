@@ -42,12 +42,12 @@ def test_lost_headroom_is_worse_only_beyond_the_allowed_bits(bits: float, within
     one = compared(lowered(bits), within)
     assert one.is_worse is is_worse
     assert [tight.of for tight in one.tighter] == (["body"] if is_worse else [])
-    assert not one.is_better
+    assert not one.reversed.has_lost
 
 
 def test_more_headroom_is_better() -> None:
     one = compared(lowered(-3.0))
-    assert (one.is_worse, one.is_better) == (False, True)
+    assert (one.is_worse, one.reversed.has_lost) == (False, True)
 
 
 def test_a_new_or_removed_module_has_lost_no_headroom() -> None:
@@ -61,7 +61,7 @@ def test_an_overflow_that_starts_at_a_new_place_is_worse_and_a_moved_line_is_not
     assert (began.of.module, began.then, began.now) == ("new", 0, 1)
     moved = measured(*SITES, site(3, "new", "aten.mul.Tensor", 90000.0, 12, "y * y", overflow="starts"))
     assert not compared(moved, then=bad).is_worse
-    assert [gone.of.module for gone in compared(measured(*SITES), then=bad).ceased] == ["new"]
+    assert [gone.of.module for gone in compared(measured(*SITES), then=bad).reversed.began] == ["new"]
     carried = measured(*SITES, site(3, "new", "aten.mul.Tensor", 90000.0, 9, "x * x", overflow="carried"))
     assert compared(carried).began == ()
 
@@ -91,7 +91,7 @@ def test_a_new_finding_is_worse_unless_it_is_an_effect_or_information() -> None:
     twice = compared(measured(*SITES, findings=(OVERFLOW, later)), then=measured(*SITES, findings=(OVERFLOW,)))
     assert twice.appeared == (later,)
     gone = compared(measured(*SITES), then=measured(*SITES, findings=(OVERFLOW,)))
-    assert (gone.gone, gone.is_worse, gone.is_better) == ((OVERFLOW,), False, True)
+    assert (gone.reversed.appeared, gone.is_worse, gone.reversed.has_lost) == ((OVERFLOW,), False, True)
 
 
 def test_an_error_that_stops_only_the_later_run_is_worse() -> None:
