@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from typing import Any, NamedTuple
 
 from ampdbg.agreement import is_finite
@@ -28,7 +27,7 @@ from ampdbg.diagnosis.producers import (
     placed,
     survivor,
 )
-from ampdbg.diagnosis.tensors import WEIGHTS, BadTensor, bad_weights, blamed_in_batch
+from ampdbg.diagnosis.tensors import WEIGHTS, BadTensor, bad_batch, bad_weights, blamed_in_batch
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import number
@@ -134,8 +133,8 @@ class Evidence(Evident):
 
     @property
     def is_infinite(self) -> bool:
-        losses = [replay.loss for replay in (self.made.fp32, self.made.wide) if replay]
-        return self.is_fp64_decisive and losses == [math.inf, math.inf]
+        """True if the loss is infinite in FP32 and in FP64."""
+        return [replay.loss for replay in (self.made.fp32, self.made.wide) if replay] == [math.inf, math.inf]
 
     @cached_property
     def begins_in_fp32(self) -> Producer | None:
@@ -178,8 +177,7 @@ class Evidence(Evident):
     def is_beyond_fp32(self) -> bool:
         """True if the op's values exceed FP32's range. Otherwise FP32 rounds too coarsely."""
         begins = self.begins_in_fp32
-        overflows = begins is not None and begins.inf > 0 and not (begins.nan or begins.divides_by_zero)
-        return self.largest is not None or overflows
+        return begins is not None and (not begins.nan or self.largest is not None)
 
     @property
     def why_in_fp32(self) -> str:
@@ -221,12 +219,11 @@ class Evidence(Evident):
 
     @cached_property
     def outlier(self) -> str | None:
-        """The batch leaf with the largest value, if half cannot hold it and FP32's loss is far above all before. A
-        dropout or a product of such a value overflows, although it is not the cast of the batch."""
+        """The batch leaf with the largest value, if half cannot hold it and only this step's loss is off. A dropout
+        or a product of such a value overflows, although it is not the cast of the batch."""
         largest = self.made.batch_largest
         beyond = {name: value for name, value in largest.items() if value >= FLOAT16.overflow_threshold}
-        is_apart = self.in_fp32 > LEAPT * self.largest_before and not self.has_grown_or_risen
-        return max(beyond, key=largest.__getitem__, default=None) if is_apart else None
+        return max(beyond, key=largest.__getitem__, default=None) if self.is_off_alone else None
 
     @property
     def in_batch(self) -> str:
@@ -234,11 +231,12 @@ class Evidence(Evident):
         return in_batch(self.made, self.outlier or "")
 
     @property
-    def is_rewritten(self) -> bool:
-        """True if the script wrote a value beyond FP16 into a buffer right before the step. FP32's loss must then be
-        many times all before, or not finite."""
-        is_known = bool(self.made.rewritten and self.losses)
-        return is_known and not self.in_fp32 <= LEAPT * self.largest_before and not self.has_grown_or_risen
+    def is_off_alone(self) -> bool:
+        """True if FP32's loss of the step is many times all before, or not finite, and nothing led there: the losses
+        before had not risen, and the weights have not grown. False for a replay of modules, which has no loss."""
+        if self.made.reach != "whole" or not self.losses or self.has_grown_or_risen:
+            return False
+        return not self.in_fp32 <= LEAPT * max(map(abs, self.losses))
 
     @property
     def rewritten(self) -> list[str]:
@@ -294,11 +292,6 @@ class Evidence(Evident):
     @cached_property
     def losses(self) -> list[float]:
         return losses_of(self.before)
-
-    @property
-    def largest_before(self) -> float:
-        """The largest magnitude of ``losses``; infinite without any."""
-        return max(map(abs, self.losses), default=math.inf)
 
     @cached_property
     def diverges(self) -> bool:
@@ -636,7 +629,7 @@ CAUSES: tuple[Decision[Evidence], ...] = (
         WEIGHTS,
         "the script wrote a value beyond FP16 into a buffer right before the step, and FP32's loss is lost, or over "
         "1000 times all before it",
-        lambda it: it.is_rewritten,
+        lambda it: bool(it.made.rewritten) and it.is_off_alone,
         "right before step {made.step} the script itself wrote {rewritten:buffer}: {rewritten}; in FP32 too the loss "
         "goes from {last_loss} to {made.fp32.loss}",
         {"buffers": "made.rewritten"},
@@ -811,8 +804,14 @@ class LostLosses(Evident):
         surest = min(shown, key=lambda one: one.is_fp32_finite and one.is_in_doubt, default=None)
         if surest is not None:
             yield surest.cause
-        elif self.steps and (self.replayed or not (self.run.script and self._is_of_a_batch(self.steps[0]))):
+        elif self.steps and (self.replayed or not self.follows_a_bad_batch):
             yield first(LOST, self).finding(self)
+
+    @property
+    def follows_a_bad_batch(self) -> bool:
+        """True if a script had a bad batch up to the first of ``steps``. Its batch is known only if it was replayed."""
+        is_before = any(bad.step.step <= self.steps[0].step for bad in bad_batch(self.whole))
+        return self.run.script is not None and is_before
 
     def _is_of_scale(self, step: Step) -> bool:
         """True if the loss is computed from scaled gradients, and the loss scale was too high. All taken steps had a
@@ -822,13 +821,6 @@ class LostLosses(Evident):
         gone = {other.step for other in self.run.steps if not math.isfinite(other.loss)}
         is_shown = any(made.why == "gradients" and made.step in gone for made in self.run.investigations)
         return self.run.scales_gradients and step.skipped and (is_first_descent or is_shown)
-
-    def _is_of_a_batch(self, first_lost: Step) -> bool:
-        """True if the batch of this step, or of an earlier or adjacent failing step, explains the failure. In a
-        script, a batch is known only if its step was replayed."""
-        bad = {step.step for step in self.whole.steps if not math.isfinite(step.loss)}
-        last = next(number for number in count(first_lost.step) if number + 1 not in bad)
-        return any(blamed_in_batch(step, self.whole) for step in self.whole.steps if step.step <= last)
 
 
 LOST: tuple[Decision[LostLosses], ...] = (
