@@ -93,10 +93,13 @@ def noise_floor(made: Investigation) -> Replay | None:
     return made.floor if is_finite(made.floor) else None
 
 
+def is_comparable(made: Investigation) -> bool:
+    """True if a step that looks healthy computes the same again, and is finite in FP32 too."""
+    return made.why == "end" and is_finite(made.low) and is_same_run(made) and is_finite(made.fp32)
+
+
 def agrees_with_fp32(made: Investigation) -> bool:
-    """True if the replays confirm a step that looks healthy: it computes the same again, and agrees with FP32."""
-    if made.why != "end" or not (is_finite(made.low) and is_finite(made.fp32) and is_same_run(made)):
-        return False
-    floor = noise_floor(made)
-    is_near = agrees(made.low, made.fp32, floor) and not is_beyond_noise(made.low, floor)
-    return keeps_its_gradients(made.low) and is_near
+    """True if the replays confirm a step that looks healthy: it is comparable with FP32, and agrees with it."""
+    low, floor = made.low, noise_floor(made)
+    is_near = agrees(low, made.reference, floor) and not is_beyond_noise(low, floor)
+    return is_comparable(made) and keeps_its_gradients(low) and is_near

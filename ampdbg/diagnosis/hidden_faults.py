@@ -13,8 +13,7 @@ from ampdbg.agreement import (
     LOST_ENERGY,
     agrees,
     is_beyond_noise,
-    is_finite,
-    is_same_run,
+    is_comparable,
     losses_agree,
     noise_floor,
 )
@@ -27,7 +26,7 @@ from ampdbg.levels import has_static_scale
 from ampdbg.quantities import percent
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import place_of
-from ampdbg.record.run import Investigation, Record
+from ampdbg.record.run import Record
 
 STARTS_LOW = (
     "make the loss larger, or start the scaler higher, as with GradScaler(init_scale=2.0**24): by itself it "
@@ -265,12 +264,5 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
 def hidden_faults(record: Record) -> Iterator[HiddenFault]:
     """Yield the replayed steps that looked healthy. Steps are omitted if a learning rate has driven losses or
     weights far off. Half precision is not at fault there."""
-    made = (hidden_fault(one, run) for run in record.timelines for one in run.investigations)
-    return (one for one in made if one is not None and not one.has_grown_or_risen)
-
-
-def hidden_fault(made: Investigation, run: Record) -> HiddenFault | None:
-    """Return the facts about a healthy step from the record of its optimizer alone; None if it is not comparable. It
-    is not comparable if a replay is not finite or does not reproduce the step's own loss."""
-    is_sound = made.why == "end" and is_finite(made.low) and is_same_run(made)
-    return HiddenFault(made, run) if is_sound and is_finite(made.fp32) else None
+    made = (HiddenFault(one, run) for run in record.timelines for one in run.investigations if is_comparable(one))
+    return (one for one in made if not one.has_grown_or_risen)

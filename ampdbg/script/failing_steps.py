@@ -21,9 +21,9 @@ from typing import get_args
 import torch
 from torch.optim import Optimizer
 
-from ampdbg.agreement import STEPS_BEFORE_COMPARISON, is_finite
+from ampdbg.agreement import STEPS_BEFORE_COMPARISON, is_comparable, is_finite
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
-from ampdbg.diagnosis.hidden_faults import hidden_fault
+from ampdbg.diagnosis.hidden_faults import HiddenFault
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
@@ -503,12 +503,12 @@ class FailingSteps:
             self._policy.still_compares(live.optimizer)
             return ""  # a failing step, which is investigated as such
         record = self._watcher.record()
-        fault = hidden_fault(made, replace(record, steps=live.before))
-        if fault is not None and fault.has_grown_or_risen:
-            return THROWN
-        if fault is None:
+        if not is_comparable(made):
             differs = REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
             return FP32_RAISED.format(made.reference.error) if made.reference.error else differs
+        fault = HiddenFault(made, replace(record, steps=live.before))
+        if fault.has_grown_or_risen:
+            return THROWN
         if not made.reference.grad_norm:
             return NO_GRADIENTS
         if fault.is_fault and self.captures.are_wanted:
