@@ -78,8 +78,8 @@ class HalfUpdates(Evident):
     @property
     def judged_share(self) -> str:
         """How many half parameters were judged; "" for all."""
-        is_of_all = self.seen.judged >= self.seen.half
-        return "" if is_of_all else f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
+        of_all = f"{self.seen.judged} of {counted(self.seen.half, 'half parameter')}"
+        return of_all if self.seen.unjudged else ""
 
     @property
     def of_which_half(self) -> str:

@@ -592,6 +592,11 @@ class Updates:
     spoilt: tuple[str, ...] = ()
     times: float = 1.0
 
+    @property
+    def unjudged(self) -> int:
+        """The number of half parameters whose updates were not compared with float32."""
+        return max(self.half - self.judged, 0)
+
 
 @dataclass(frozen=True)
 class Site:

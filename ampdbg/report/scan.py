@@ -101,11 +101,10 @@ def unjudged(record: Record) -> str:
     """Return what a healthy run did not check: half weights that were not compared with FP32 and have no masters found;
     "" if there are none."""
     seen = record.ledger
-    count = seen.half - seen.judged
-    if count == 0 or record.verdict != "healthy" or record.has_masters:
+    if not seen.unjudged or record.verdict != "healthy" or record.has_masters:
         return ""
     of_all = f" of {seen.half:,}" if seen.judged else ""
-    return f"; what {count:,}{of_all} half parameters lose of their updates was not compared with FP32"
+    return f"; what {seen.unjudged:,}{of_all} half parameters lose of their updates was not compared with FP32"
 
 
 def stopped(record: Record) -> str:

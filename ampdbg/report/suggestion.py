@@ -202,9 +202,9 @@ def _about_weights(record: Record) -> str:
 
 def _harmless(record: Record, seen: Updates) -> view.Headline:
     lost = f"{share(seen.lost or 0.0)} of the way of float32 weights is lost in {counted(seen.steps, 'sampled step')}"
-    stored, unjudged = " and ".join(record.half_weights), seen.half - seen.judged
-    if unjudged:
-        what = f"{unjudged} of {counted(seen.half, 'half parameter')}"
+    stored = " and ".join(record.half_weights)
+    if seen.unjudged:
+        what = f"{seen.unjudged} of {counted(seen.half, 'half parameter')}"
         unknown = f"ampdbg cannot compare the updates of {what} with float32's"
         return view.Headline(
             "doubtful", f"Nothing to edit was found; what {stored} weights lose is not known: {unknown}."
