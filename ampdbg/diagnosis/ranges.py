@@ -121,7 +121,7 @@ def refuted_by(record: Record) -> Replay | None:
     if half is None or is_finite(half) or overflows_at_any_scale(record.sites):
         return None
     is_allowed = window(record.sites).ceiling >= 2.0 * half.scale
-    return half if half.error or not math.isfinite(half.loss) or is_allowed else None
+    return half if is_allowed or not math.isfinite(half.loss) else None
 
 
 def what_fails(check: Replay) -> str:
@@ -188,7 +188,7 @@ def fails_in_fp32(record: Record) -> bool | None:
 
 
 def _not_finite(record: Record, bad: Replay) -> Finding:
-    is_forward = bool(bad.error) or not math.isfinite(bad.loss)
+    is_forward = not math.isfinite(bad.loss)  # as of a step that raised
     phase: Phase = "forward" if is_forward else "backward"
     evidence = {
         "loss": bad.loss,
