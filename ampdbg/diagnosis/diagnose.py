@@ -150,7 +150,8 @@ def _with_root(finding: Finding, faults: list[Finding], record: Record) -> Findi
     """Return the finding with the index of its root: the first independent fault of its optimizer, else of any.
 
     An FP16 fault in a later step cannot explain one in an earlier step. The earlier fault is independent, and explains
-    a loss scale that began to fall there. An op in a withheld step changes no weights, so it explains no other step.
+    what began there, such as the fall of a loss scale. An op in a withheld step changes no weights, so it explains no
+    other step.
     """
     withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
     without_a_trace = (one.step for one in faults[:1] if one.op and one.phase == "backward" and one.step in withheld)
@@ -161,9 +162,8 @@ def _with_root(finding: Finding, faults: list[Finding], record: Record) -> Findi
     roots = [(index, cause) for index, cause in enumerate(faults) if cause.root is None]
     roots.sort(key=lambda one: optimizers.get(one[1].step) != optimizers.get(finding.step))
     known = roots[: 1 if is_of_fp16 else None]
-    is_free = not (is_of_fp16 or finding.root == 0)
-    before = [index for index, one in known if is_free or not _is_of_precision(one) or one.step <= finding.step]
-    return replace(finding, root=next(iter(before), None if is_of_fp16 or not faults else 0))
+    before = (index for index, one in known if not _is_of_precision(one) or one.step <= finding.step)
+    return replace(finding, root=next(before, None if is_of_fp16 or not faults else 0))
 
 
 def _is_of_precision(finding: Finding) -> bool:

@@ -482,8 +482,6 @@ class Scaling(Evident):
         }
         first = next(iter(begins.get(row.code, self.falling)))
         found = {"step": first.step, "phase": "backward"}
-        if row.code == COLLAPSE:
-            return {**found, "root": 0}
         if row.code == RESTART and self.run.took_no_step:
             return {**found, "severity": "error"}
         if row.code == UNKNOWN:
