@@ -161,10 +161,10 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.StyledLine]:
 def _loss_table(ended: EndedSearch) -> view.Table:
     """Return the loss of the failing step, or its substitute: as it ran, in FP32 and with the set."""
     losses, what = dict(ended.search.losses), "loss"
-    for step in ended.record.steps:
-        if step.step == ended.search.step and scan.is_own_loss(step, ended.record):
+    for step in (one for one in ended.record.steps if one.step == ended.search.step):
+        if scan.is_own_loss(step, ended.record):
             losses.setdefault("float16", step.loss)
-        elif step.step == ended.search.step:
+        else:
             what = SUM
     rows = tuple((text, number(losses[way])) for way, text in RAN_AS.items() if way in losses)
     rows *= bool(ended.search.losses)

@@ -406,17 +406,16 @@ def next_command(record: Record, typed: view.CommandContext) -> view.NextCommand
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
     fp32 = with_option(again, "--set", "precision.level=O0")
-    is_cured, is_other = pin_may_help(record), record.verdict == "other"
-    is_fp32 = format_of_config(record.config) is FLOAT32
-    has_counts = is_fp32 or (is_other and any(step.nonfinite for step in record.steps))
+    is_cured, is_fp32 = pin_may_help(record), format_of_config(record.config) is FLOAT32
+    has_counts = is_fp32 or (record.verdict == "other" and any(step.nonfinite for step in record.steps))
     is_long_enough = record.verdict != "healthy" and not only_settles(record)
     return view.next_of(
         (record.error and not is_cured, REPAIRED, again),
         (not is_long_enough, "run more steps", longer),
         (has_counts and not typed.record_path, "", ""),
         (has_counts, "read every count of every step", f"ampdbg report {typed.record_path} --format json"),
-        (is_other or (record.verdict == "precision" and not is_cured), REPAIRED, again),
         (is_cured, "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"),
+        (record.verdict in ("other", "precision"), REPAIRED, again),
         (True, "run the same in FP32; if that fails too, precision is not the cause", fp32),
     )
 
