@@ -5,6 +5,7 @@ and ``#! call self.attn`` pins a call on that line.
 """
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,13 +74,19 @@ def _function(number: int, lines: list[str]) -> str:
     return ""
 
 
+@functools.cache
+def edited(name: str) -> str:
+    """A fixture with the edits of its pins, none of which is refused; several tests read it."""
+    text, pins, names = marked(name)
+    made = edit_source(text.encode(), pins, names)
+    assert made.refused == ()
+    assert made.source != text.encode()
+    return made.source.decode()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_edited_fixture_equals_its_golden_file(name: str, golden: Golden) -> None:
-    text, pins, names = marked(name)
-    edited = edit_source(text.encode(), pins, names)
-    assert edited.refused == ()
-    assert edited.source != text.encode()
-    golden(FIXTURES / f"{name}.out.py", edited.source.decode())
+    golden(FIXTURES / f"{name}.out.py", edited(name))
 
 
 def run_example(text: str, *, autocast: bool) -> list[torch.Tensor]:
@@ -111,12 +118,11 @@ class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_edit_makes_an_overflowing_result_finite_and_close_to_fp32(name: str) -> None:
-    text, pins, names = marked(name)
-    edited = edit_source(text.encode(), pins, names).source.decode()
+    text, _, _ = marked(name)
     plain, wide, cured = (
         run_example(text, autocast=True),
         run_example(text, autocast=False),
-        run_example(edited, autocast=True),
+        run_example(edited(name), autocast=True),
     )
     for before, expected, after in zip(plain, wide, cured, strict=True):
         assert not before.isfinite().all(), "the example shows no overflow"
@@ -128,13 +134,13 @@ def test_an_edit_makes_an_overflowing_result_finite_and_close_to_fp32(name: str)
 def test_pinning_lines_that_are_already_edited_changes_nothing(name: str) -> None:
     """The second run's trace names the lines at their new places."""
     text, pins, names = marked(name)
-    once = edit_source(text.encode(), pins, names).source
+    once = edited(name)
     lines = sorted({statement.lineno for statement in statements_in_blocks(ast.parse(once))})
     again = [LinePin("", (line,)) for line in lines]
     again_calls = [replace(pin, lines=()) for pin in pins if pin.callee]
     assert again
-    seen = names_after(names, text, once.decode())
-    assert edit_source(once, [*again, *again_calls], seen).source == once
+    seen = names_after(names, text, once)
+    assert edit_source(once.encode(), [*again, *again_calls], seen).source == once.encode()
 
 
 def names_after(names: Traced, before: str, after: str) -> Traced:

@@ -3,6 +3,7 @@
 ``init`` and ``schema`` print text independent of the width, and ``report`` the screen of the record's command.
 """
 
+import functools
 import re
 import typing
 from collections.abc import Callable
@@ -80,6 +81,7 @@ SCREENS: dict[str, Screen] = {
     "explain": partial(as_text, "forward-overflow"),
     "lint": linted,
 }
+SCREENS = {name: functools.cache(screen) for name, screen in SCREENS.items()}  # several tests read each
 COLOURED = ["scan_forward_overflow", "ranges_example", "bisect_example", "suggestion", "cost"]
 COLOURED = [*(f"stories/{name}" for name in COLOURED), "compare", "doctor", "explain", "lint"]
 """One page of each kind."""
@@ -182,7 +184,7 @@ def test_a_run_with_nan_only_is_diagnosed_without_the_word_overflow(name: str) -
 
 @pytest.mark.parametrize("name", RUNS)
 def test_no_page_contains_an_unclear_phrase(name: str) -> None:
-    text = " ".join(PAGES[name](LOOK).split())
+    text = " ".join(SCREENS[name](LOOK).split())
     assert UNCLEAR.findall(text) == []
 
 
