@@ -109,7 +109,7 @@ def test_debug_shows_a_traceback_before_the_error(here: Here) -> None:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=40, deadline=None, suppress_health_check=CHECKS)
 def test_a_damaged_record_is_shown_or_refused_in_one_line(here: Here, data: st.DataObject) -> None:
     (here.folder / "r.json").write_bytes(data.draw(damaged(kept())))
     result = here("report", "r.json")

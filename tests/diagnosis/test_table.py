@@ -113,15 +113,23 @@ runs: st.SearchStrategy[Record] = st.builds(
 
 @given(made=investigations, run=runs)
 @settings(max_examples=75)
-def test_precision_is_blamed_only_if_the_failure_reproduces_and_fp32_is_finite(
+def test_the_first_matching_row_is_the_cause_and_blames_precision_at_a_suspect_only_if_fp32_is_finite(
     made: Investigation, run: Record
 ) -> None:
     evidence = Evidence(made, run)
-    if CODES[evidence.cause.code].verdict == "precision":
+    found = evidence.cause
+    row = next(holding(CAUSES, evidence))
+    assert row is first(CAUSES, evidence)
+    assert found.code == row.code
+    assert "{" not in found.message
+    assert not found.message.startswith((" ", ";"))
+    if CODES[found.code].verdict == "precision":
         assert made.reproduced
         assert not made.is_of_others
         assert is_finite(made.fp32)
         assert not evidence.is_divergence
+        sites = [(one.producer.module, one.producer.op, one.producer.source) for one in suspects(made)]
+        assert (found.module, found.op, found.source) in sites
 
 
 @given(run=runs)
@@ -134,26 +142,6 @@ def test_a_precision_verdict_needs_a_reproduced_failure_that_is_finite_in_fp32(r
     assert len(roots) >= bool(record.faults)
     assert not record.findings or record.findings[0].root is None
     assert all(record.findings[one.root].root is None for one in record.findings if one.root is not None)
-
-
-@given(made=investigations, run=runs)
-@settings(max_examples=40)
-def test_the_first_matching_row_of_the_table_gives_the_finding_of_a_step(made: Investigation, run: Record) -> None:
-    evidence = Evidence(made, run)
-    found = next(holding(CAUSES, evidence))
-    assert found is first(CAUSES, evidence)
-    assert evidence.cause.code == found.code
-    assert "{" not in evidence.cause.message
-    assert not evidence.cause.message.startswith((" ", ";"))
-
-
-@given(made=investigations, run=runs)
-@settings(max_examples=40)
-def test_a_precision_finding_names_the_site_of_a_suspect(made: Investigation, run: Record) -> None:
-    found = Evidence(made, run).cause
-    if CODES[found.code].verdict == "precision":
-        sites = [(one.producer.module, one.producer.op, one.producer.source) for one in suspects(made)]
-        assert (found.module, found.op, found.source) in sites
 
 
 MORE: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
