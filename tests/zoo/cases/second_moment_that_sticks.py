@@ -10,7 +10,7 @@ CASE = Case(
     verdict="precision",
     phase="optimizer",
     severity="warning",
-    steps=1500,
+    steps=1000,
     says=("the second moments of weight are stuck: with beta2 = 0.9981 a step takes 0.2% off",),
     config={
         "precision": {"dtype": "bfloat16"},
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def batches() -> list[torch.Tensor]:
-    return [torch.tensor(1.0 if step < 5 else 0.01) for step in range(1500)]
+    return [torch.tensor(1.0 if step < 5 else 0.01) for step in range(1000)]
 
 
 def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
