@@ -39,15 +39,12 @@ def test_proportional_memory_is_extrapolated_to_the_byte(room: int, expected: Ba
     assert fit(room, proportional) == expected
 
 
-def test_memory_that_grows_out_of_proportion_is_measured_and_not_extrapolated() -> None:
+def test_memory_that_grows_out_of_proportion_or_not_at_all_is_measured_and_not_extrapolated() -> None:
     assert fit(16**2, lambda samples: samples**2) == BatchFit(2, (64, 256, 1024))
-    found = fit(10**9, lambda samples: samples**2)
-    assert (found.times, len(found.measured), found.is_reckoned) == (16, 5, False)
-    assert found.why == "memory does not grow in proportion, so ampdbg tried no larger batch"
-
-
-def test_constant_memory_is_not_extrapolated() -> None:
-    assert not fit(10**9, lambda samples: 64).is_reckoned
+    why = "memory does not grow in proportion, so ampdbg tried no larger batch"
+    measured = tuple(samples**2 for samples in (8, 16, 32, 64, 128))
+    assert fit(10**9, lambda samples: samples**2) == BatchFit(16, measured, why=why)
+    assert fit(10**9, lambda samples: 64) == BatchFit(16, (64,) * 5, why=why)
 
 
 def test_doubling_reports_a_missing_shared_dimension_and_an_error_of_the_model() -> None:

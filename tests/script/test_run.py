@@ -250,10 +250,13 @@ def test_a_collapse_after_a_settled_scale_is_blamed_on_the_failing_line(tmp_path
 
 @pytest.mark.slow
 def test_divergence_from_a_high_learning_rate_is_not_a_precision_fault(tmp_path: Path) -> None:
-    result, record = run(tmp_path, scripts.DIVERGING)
-    assert result.code == 1
-    assert record.verdict != "precision"
-    assert all(found.code != "forward-overflow" for found in record.findings)
+    record, page, code = run_with_page(tmp_path, scripts.DIVERGING)
+    assert (code, record.verdict) == (1, "other")
+    assert [(found.code, found.step, found.root) for found in record.findings] == [
+        ("divergence", 2, None),
+        ("scale-collapse", 2, 0),
+    ]
+    assert "Remedy: lower the learning rate, warm up, or clip gradients; no precision helps" in page
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
