@@ -349,7 +349,9 @@ def replaced_by_a_guard() -> list[object]:
     return [*of_python, torch.jit.load, torch._C.PyTorchFileWriter, "from_file" in vars(torch.UntypedStorage)]
 
 
-def test_the_guard_restores_the_functions_that_it_replaces(tmp_path: Path) -> None:
+def test_the_guard_restores_the_functions_that_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else multiprocessing would make a folder, whose name is marked, and remove it as this process ends.
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", str(tmp_path))
     then = replaced_by_a_guard()
     with temporary_folder() as folder, contextlib.suppress(ZeroDivisionError), FileGuard(folder, PermissionError).on():
         assert all(now is not before for now, before in zip(replaced_by_a_guard(), then, strict=True))
