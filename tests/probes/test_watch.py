@@ -405,8 +405,11 @@ def test_the_outermost_watched_optimizer_of_nested_optimizers_makes_the_step(ena
             end_step(outer, scaler if enabled else None)
             outer.zero_grad()
     assert watched.misuses == ()
-    if follows != "the inner" or not enabled:  # a scaler is only seen to skip steps of watched optimizers
+    if follows == "the inner" and enabled:  # the scaler steps the outer one, whose calls are not watched
+        assert (watched.steps, watched.record().unseen.notes) == ((), (UNSEEN,))
+    else:
         assert [step.skipped for step in watched.steps] == [False, enabled, False]
+        assert [step.scaler for step in watched.steps] == [int(enabled)] * 3
 
 
 class ByItsScaler(Around):
@@ -441,11 +444,11 @@ def test_a_scaler_step_inside_a_step_counts_once_and_a_step_past_the_scaler_is_b
             outer.zero_grad()
             scaler.scale(model(torch.ones(2, 3)).square().mean() * factor).backward()
             outer.step()
-    assert [(one.code, one.count) for one in watched.misuses] == [("misuse-bare-step", len(bare))] * bool(bare)
-    assert len(watched.steps) == 3
-    if not bare:
-        assert [step.skipped for step in watched.steps] == [False, True, False]
-        assert [step.scaler for step in watched.steps] == [1, 1, 1]
+    misuses = [(one.code, one.step, one.count) for one in watched.misuses]
+    assert misuses == [("misuse-bare-step", first - 1, len(bare)) for first in bare[:1]]
+    assert [step.skipped for step in watched.steps] == [False, 2 not in bare, False]
+    assert [step.found_inf for step in watched.steps] == [False, True, 2 in bare]  # a bare step writes NaN
+    assert [step.scaler for step in watched.steps] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("writes", [True, False])
