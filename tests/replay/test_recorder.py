@@ -487,8 +487,18 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("loop", REPLAY_ANNOUNCEMENT.values(), ids=REPLAY_ANNOUNCEMENT)
+LONG = ("holds_what_many_calls_gave", "calls_its_model_over_time")
+"""Loops of a thousand calls: what a trace and autocast change in a replay, shorter loops show."""
+CASES = [
+    pytest.param(REPLAY_ANNOUNCEMENT[loop], AROUND[around], id=f"{loop}-{around}", marks=pytest.mark.slow)
+    if loop in LONG and around != "plain"
+    else pytest.param(REPLAY_ANNOUNCEMENT[loop], AROUND[around], id=f"{loop}-{around}")
+    for loop in REPLAY_ANNOUNCEMENT
+    for around in AROUND
+]
+
+
+@pytest.mark.parametrize(("loop", "around"), CASES)
 def test_a_recorded_step_replays_with_the_loss_and_gradients_of_the_step(loop: Loop, around: Callable[[], Any]) -> None:
     if around is AROUND["in half"] and loop in (evaluates_before, reentrant) and keeps_casts_without_gradients():
         pytest.skip("with this torch the step itself lacks gradients that a step alone has")
