@@ -151,7 +151,7 @@ def test_a_config_in_an_inaccessible_folder_is_refused(here: Here) -> None:
     ("arguments", "code", "said"),
     [
         ("scan broken.yaml --quiet", 2, "\nerror: "),
-        ("scam", 2, "No such command"),
+        pytest.param("scam", 2, "No such command", marks=pytest.mark.slow),  # typer's own answer, as to --help
         ("bisect", 2, "error: got nothing to run"),
         ("report r.json", 0, "✓ Healthy"),
     ],

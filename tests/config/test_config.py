@@ -225,7 +225,7 @@ SECTIONS = st.fixed_dictionaries(
 )
 
 
-@SHARED_FOLDER
+@settings(SHARED_FOLDER, max_examples=25)
 @given(data=SECTIONS)
 def test_a_resolved_config_resolves_to_itself(folder: Path, data: dict[str, Any]) -> None:
     # JSON is YAML, and quotes every string.

@@ -16,6 +16,7 @@ class Light:
     """A result that replaces that of an experiment, which imports torch."""
 
     name: str = ""
+    losses: tuple[float, ...] = ()
 
 
 def reports_two_stages(seen: object, observer: Observer, deliver: Deliver, folder: Path) -> None:

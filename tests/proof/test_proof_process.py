@@ -11,7 +11,7 @@ import pytest
 
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import processes
-from ampdbg.proof.jobs import JobResult, Trained
+from ampdbg.proof.jobs import JobResult
 from ampdbg.proof.processes import Task
 from tests.commands.program import environment
 from tests.observing import observing
@@ -37,7 +37,7 @@ def test_stages_are_passed_on_to_the_observer(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_result_with_nan_and_inf_arrives_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = JobResult(trained=Trained(losses=(float("nan"), float("inf"), 0.5)))
+    seen = tasks.Light(losses=(float("nan"), float("inf"), 0.5))
     assert repr(run(tasks.reports_two_stages, tmp_path, monkeypatch, seen)) == repr(seen)
 
 
@@ -130,7 +130,6 @@ def is_alive(pid: int) -> bool:
 
 
 KILLED = """
-from pathlib import Path
 from ampdbg.observer import Observer
 from ampdbg.proof import processes
 from tests.proof import tasks
@@ -140,8 +139,9 @@ class Said(Observer):
         print(doing.split()[0], flush=True)
 
 processes.RUN = "from ampdbg.proof.processes import main; main()"
-with processes.FreshProcesses(Path.cwd()) as start:
-    start(tasks.starts_a_worker, None)(Said())
+with processes.fresh_process() as process:  # FreshProcesses, which starts it thus, would import torch here
+    process.begin(tasks.starts_a_worker, None)
+    process.pass_on(Said())
 """
 
 
