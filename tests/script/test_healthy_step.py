@@ -6,12 +6,9 @@ import pytest
 
 from tests.script import scripts
 from tests.script.test_run import assert_unwatched_saves_the_same, run, steps_captured
+from tests.siblings import slow_except
 
-HIDDEN = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
-
+HIDDEN = scripts.loop("""
 class Norm(nn.Module):
     calls = 0
 
@@ -25,12 +22,9 @@ for step in range(80):
     x, y = float(sys.argv[1]) * torch.rand(8, 32).cuda(), torch.randint(0, 4, (8,)).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = nn.functional.cross_entropy(net(x), y) * (1e8 if step == 10 and sys.argv[2:] else 1.0)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    STEP
 torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1].calls, torch.rand(3)], "net.pt")
-"""
+""")
 """At 1,000 the squares overflow, but rsqrt turns each inf into zero: no loss or gradient shows the overflow."""
 
 
@@ -52,10 +46,7 @@ def test_a_hidden_overflow_is_found_and_captured_after_ten_taken_steps(
     assert_unwatched_saves_the_same(tmp_path, factor)
 
 
-IN_A_CLOSURE = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
+IN_A_CLOSURE = scripts.loop("""
 net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4)).cuda()
 optimizer = (torch.optim.LBFGS if "LBFGS" in sys.argv else torch.optim.AdamW)(net.parameters(), lr=1e-3)
 for step in range(14):
@@ -73,11 +64,11 @@ for step in range(14):
 
     optimizer.step(closure)
 torch.save([net.state_dict(), torch.rand(3)], "net.pt")
-"""
+""")
 """As in Lightning, but without a GradScaler: the gradients are computed inside the optimizer's step."""
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "LBFGS"])
+@pytest.mark.parametrize("optimizer", slow_except(["LBFGS"], ["AdamW", "LBFGS"]))
 def test_a_step_with_a_closure_is_compared_with_fp32(optimizer: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, IN_A_CLOSURE, optimizer)
     assert [(made.why, made.step) for made in record.investigations] == [("end", 10)]
@@ -117,8 +108,7 @@ def test_a_run_too_short_for_a_comparison_says_how_many_steps_are_needed(
 @pytest.mark.slow
 def test_a_step_whose_replays_take_too_long_is_not_compared_and_the_run_says_so(tmp_path: Path) -> None:
     slow = HIDDEN.replace("    optimizer.zero_grad()", "    time.sleep(1.6)\n    optimizer.zero_grad()", 1)
-    text = slow.replace("import sys, torch", "import sys, time, torch").replace("range(80)", "range(12)")
-    _, record = run(tmp_path, text, "1")
+    _, record = run(tmp_path, slow.replace("range(80)", "range(12)"), "1")
     assert record.investigations == ()
     (said,) = record.unseen.notes
     assert said == ("step 10 was not compared with FP32: its replays take more of the run's time than ampdbg uses")
@@ -133,10 +123,7 @@ def test_the_comparison_moves_to_a_later_step_if_its_step_is_skipped(tmp_path: P
     assert_unwatched_saves_the_same(tmp_path, "1", "withheld")
 
 
-STATIC = """
-import torch
-from torch import nn
-torch.manual_seed(0)
+STATIC = scripts.loop("""
 net, batch = nn.Linear(8, 1).cuda(), torch.empty(16, 8).cuda()
 optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-2), torch.amp.GradScaler("cuda", init_scale=1024.0)
 for step in range(20):
@@ -144,12 +131,9 @@ for step in range(20):
     with torch.autocast("cuda", dtype=torch.float16):
         loss = (net(batch).float() - batch.cpu().cuda().sum(1, keepdim=True)).square().mean()
     batch.zero_()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    STEP
 torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), torch.rand(3)], "net.pt")
-"""
+""")
 """One tensor holds every batch and is cleared before the backward pass."""
 
 
@@ -178,10 +162,7 @@ def test_the_remedy_for_fp16_weights_is_float32_weights_with_autocast_and_a_scal
     assert found.remedy.startswith("keep the weights in float32 and run the model under autocast with a GradScaler")
 
 
-SEVERAL_OPTIMIZERS = """
-import sys, torch
-from torch import nn
-torch.manual_seed(0)
+SEVERAL_OPTIMIZERS = scripts.loop("""
 net = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32, bias=False)).cuda()
 net[3].weight = nn.Parameter(torch.randn(32, 16))
 if "tied" in sys.argv:
@@ -204,10 +185,10 @@ for _ in range(16):
         for one in optimizers:
             step(one)
 torch.save([net.state_dict(), torch.rand(3)], "net.pt")
-"""
+""")
 
 
-@pytest.mark.parametrize("weights", ["", "tied"])
+@pytest.mark.parametrize("weights", slow_except(["tied"], ["", "tied"]))
 def test_a_step_within_the_backward_pass_is_not_compared_and_a_note_says_why(weights: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, SEVERAL_OPTIMIZERS, "within", weights)
     assert (result.code, record.error, record.investigations) == (0, "", ())

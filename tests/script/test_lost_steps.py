@@ -152,9 +152,11 @@ def test_a_non_finite_batch_is_bad_data_in_run_replay_and_bisect(
 
 @pytest.mark.slow
 def test_weights_that_fail_in_fp32_too_are_not_a_precision_fault(tmp_path: Path) -> None:
-    record, _, _ = run_with_page(tmp_path, STOPS, "weights", "exit")
-    assert record.verdict != "precision"
+    record, page, code = run_with_page(tmp_path, STOPS, "weights", "exit")
+    line = 'return {"loss": ((outputs["logits"] * self.gain).float() - target).pow(2).mean()}'
+    assert (code, record.verdict, first_finding(record)) == (7, "other", ("unknown", 5, "", line))
     assert record.findings[0].evidence["finite_in_fp32"] is False
+    assert "it is finite in FP64: its values exceed FP32's range, not only FP16's" in page
 
 
 @pytest.mark.slow
@@ -323,12 +325,7 @@ def test_a_patch_is_proven_outside_the_autocast_region_of_the_script(tmp_path: P
     assert (cured.code, cured.stdout) == (0, "trained 1.0\n"), cured.stderr
 
 
-IN_FP32 = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
+IN_FP32 = scripts.loop("""
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -346,7 +343,7 @@ for step in range(8):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-"""
+""")
 """It trains in FP32 only, and from step 5 on its exponentials overflow."""
 
 

@@ -89,10 +89,7 @@ for step in range(12):
     x = torch.randn(64, 16).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = net(x).float().square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    STEP
     with torch.no_grad():
         net.scale.copy_(torch.tensor(float(sys.argv[1]) if step >= 7 else 1.0 + 0.01 * step))
 """)
