@@ -184,7 +184,7 @@ if __name__ == "__main__":
         child.start()
         child.join()
     elif sys.argv[1] == "pool":
-        with mp.get_context("spawn").Pool(2) as pool:
+        with mp.get_context("spawn").Pool(1) as pool:
             print(pool.map(square, [1, 2, 3]))
         train()
     else:
