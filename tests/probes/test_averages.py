@@ -121,6 +121,16 @@ def copied(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
     return keep
 
 
+def clamped(net: nn.Module, dtype: torch.dtype, decay: float) -> Keep:
+    frozen = copy.deepcopy(net).to(dtype)
+
+    def keep() -> None:
+        for one in frozen.parameters():
+            one.data.clamp_(-1.0, 1.0)
+
+    return keep
+
+
 WAYS = [by_two_ops, by_lerp, by_lists, by_the_state, by_shadows, by_name, by_averaged_model, every_third_step]
 
 
@@ -285,8 +295,9 @@ def test_an_average_of_a_generator_updated_after_the_step_of_its_critic_is_found
     assert codes(diagnose(watched.record())) == [("frozen-average", "error")]
 
 
-def test_copies_that_are_overwritten_whole_are_not_averages() -> None:
-    record = trained(lambda net: copied(net, HALF, 0.999))
+@pytest.mark.parametrize("way", [copied, clamped])
+def test_copies_that_are_overwritten_whole_or_clamped_are_not_averages(way: Any) -> None:
+    record = trained(lambda net: way(net, HALF, 0.999))
     assert (codes(record), record.updates) == ([], None)
 
 
@@ -308,20 +319,6 @@ def test_an_average_that_replaces_the_weight_is_not_reported_and_a_separate_one_
     assert record.updates is not None
     assert bool(record.updates.averages) == (not is_own)
     assert (("frozen-average", "error") in codes(record)) == (not is_own)
-
-
-def test_half_weights_that_a_script_clamps_are_not_averages() -> None:
-    def clamped(net: nn.Module) -> Keep:
-        frozen = copy.deepcopy(net).to(HALF)
-
-        def keep() -> None:
-            for one in frozen.parameters():
-                one.data.clamp_(-1.0, 1.0)
-
-        return keep
-
-    record = trained(clamped)
-    assert (codes(record), record.updates) == ([], None)
 
 
 def test_tracing_averages_changes_no_bit_of_weights_averages_or_random_numbers() -> None:

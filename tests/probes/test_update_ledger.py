@@ -560,14 +560,6 @@ def test_nothing_is_reported_if_a_library_keeps_masters_or_rounds_stochastically
     assert (codes(record), judged(record)) == ([], 0)
 
 
-def test_nothing_is_reported_but_a_note_if_the_optimizer_state_holds_masters() -> None:
-    record, _ = trained(make=lambda net: WithMasters(net.parameters()), steps=30)
-    assert (codes(record), judged(record)) == ([], 0)
-    why = "it keeps what rounding takes from the half weights"
-    who = f"{__name__}.WithMasters"
-    assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
-
-
 NAMED = "inner.weight, inner.bias, norm.weight, outer.weight and 1 more"
 WHY = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
 FOREIGN = (f"ampdbg does not compare updates of {NAMED} with float32's: {WHY}",)
@@ -619,23 +611,36 @@ def test_weights_that_become_nan_are_not_reported_as_written_by_the_loop() -> No
     assert record.unseen.notes == ()
 
 
-@pytest.mark.parametrize("is_torchs", [False, True])
-def test_a_custom_step_set_on_an_optimizer_is_not_sampled_and_one_of_a_scheduler_is(is_torchs: bool) -> None:
-    def made(net: nn.Module) -> torch.optim.Optimizer:
-        optimizer: Any = adamw(net)
-        if is_torchs:
-            torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        else:
-            optimizer.step = partial(optimizer.step)
-        return cast("torch.optim.Optimizer", optimizer)
+def with_own_step(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer: Any = adamw(net)
+    optimizer.step = partial(optimizer.step)
+    return cast("torch.optim.Optimizer", optimizer)
 
-    record, _ = trained(make=made, steps=30)
-    assert (judged(record) > 0, record.unseen.notes == ()) == (is_torchs, is_torchs)
-    if not is_torchs:
-        assert codes(record) == []
-        why = "the script has set the step itself"
-        who = "the script's own step of torch.optim.adamw.AdamW"
-        assert record.unseen.notes == (f"ampdbg does not compare updates by {who} with float32's: {why}",)
+
+def with_the_step_of_a_scheduler(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = adamw(net)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "who", "why"),
+    [
+        (
+            lambda net: WithMasters(net.parameters()),
+            f"{__name__}.WithMasters",
+            "it keeps what rounding takes from the half weights",
+        ),
+        (with_own_step, "the script's own step of torch.optim.adamw.AdamW", "the script has set the step itself"),
+        (with_the_step_of_a_scheduler, "", ""),
+    ],
+    ids=["masters in its state", "own step", "a scheduler"],
+)
+def test_a_step_of_unknown_code_is_not_compared_and_has_a_note(make: Made, who: str, why: str) -> None:
+    record, _ = trained(make=make, steps=30)
+    note = f"ampdbg does not compare updates by {who} with float32's: {why}"
+    assert (judged(record) > 0, record.unseen.notes) == (not who, (note,) * bool(who))
+    assert codes(record) == [("frozen-weights", "error")] * (not who)
 
 
 def test_nothing_is_reported_but_a_note_if_the_loop_writes_the_weights() -> None:
