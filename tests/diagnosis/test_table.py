@@ -112,7 +112,7 @@ runs: st.SearchStrategy[Record] = st.builds(
 
 
 @given(made=investigations, run=runs)
-@settings(max_examples=75)
+@settings(max_examples=120)
 def test_the_first_matching_row_is_the_cause_and_blames_precision_at_a_suspect_only_if_fp32_is_finite(
     made: Investigation, run: Record
 ) -> None:
