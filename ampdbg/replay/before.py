@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import TENSOR, Kind, SavedContents, saved_before_step
+from ampdbg.replay.step import NotReplayableError
 
 EXAMINED_CALLS = 2
 """The number of calls of each module that are examined whole."""
@@ -188,15 +189,21 @@ class EarlierStates:
         kept = ((root, root.kept[number]) for root in self._roots if number in root.kept)
         return all(not any(True for _ in root.unheld(one)) for root, one in kept)
 
-    def state(self, model: torch.nn.Module, calls: Collection[int]) -> tuple[ModelState, str]:
-        """Return the model's state before these calls, and a written buffer or parameter that was not saved, or ""."""
+    def state(self, model: torch.nn.Module, calls: Collection[int]) -> ModelState:
+        """Return the model's state before these calls.
+
+        Raises:
+            NotReplayableError: a called module wrote a buffer or parameter that was not saved.
+        """
         held, unknown = saved_before_step(model), ""
         own = ((root.kept.keys() & {*calls}, root) for root in self._roots)
         begun = [(min(numbers), root) for numbers, root in own if numbers]
         for first, root in sorted(begun, key=lambda one: -one[0]):  # the earlier state counts where two overlap
             held = held.with_earlier(root.kept[first].held)
             unknown = next(root.unknown(root.kept[first]), unknown)
-        return ModelState(held, model), unknown
+        if unknown:
+            raise NotReplayableError(f"it wrote its {unknown}, which ampdbg copies from now on")
+        return ModelState(held, model)
 
     def rewritten(self, state: ModelState, calls: Collection[int]) -> Mapping[str, float]:
         """Return the buffers of a state that the loop wrote right before one of the ``calls``, outside of all calls.

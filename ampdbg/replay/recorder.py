@@ -47,12 +47,12 @@ from ampdbg.replay.before import EarlierStates
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.run import name_of_line
-from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import CONSTANTS, tensors_in
 from ampdbg.replay.step import (
     KEPT,
     MOVES_OR_CASTS,
     Made,
+    NotReplayableError,
     Own,
     OwnFunction,
     PassEnd,
@@ -825,7 +825,7 @@ class Recorder(TorchFunctionMode):
         of: Collection[int] = (),
         scale: float = math.nan,
         own_scale: float = 1.0,
-    ) -> tuple[RecordedStep | None, str, ModelState]:
+    ) -> RecordedStep:
         """Return the whole step after its backward passes, or the calls that ``loss`` needs.
 
         Args:
@@ -837,34 +837,35 @@ class Recorder(TorchFunctionMode):
             scale: the loss scale of the scaler.
             own_scale: the known loss scale of the script itself; 1 if there is none.
 
-        Returns:
-            The step, or None and the reason why it cannot be replayed; and the model state before it.
+        Raises:
+            NotReplayableError: the calls do not show the whole step.
         """
         self._off()
         own = [(made, start) for made, start, wrote in self._now.losses if not (of and wrote) or wrote & {*of}]
         losses = [(self._maker(loss), None)] if loss is not None else own
         if not losses:
-            return None, "no loss went backward in it", ModelState()
+            raise NotReplayableError("no loss went backward in it")
         if any(made is None for made, _ in losses):
             why = TOO_LARGE if self._now.has_dropped else NOT_ALL_SEEN
-            return None, self._compiles or why, ModelState()
+            raise NotReplayableError(self._compiles or why)
         calls = self._calls_for(optimizers)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
-            return None, OF_SCALED, ModelState()
+            raise NotReplayableError(OF_SCALED)
         unscaled, scales = zip(*(calls.unscaled(made, own_scale) for made in ends), strict=True)
         is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler, a factor is a loss weight
-        step, why, state = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
-        if step is not None and is_scaled_alike:
-            step = replace(step, own_scale=scales[0])
-        return step, why, state
+        step = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
+        return replace(step, own_scale=scales[0]) if is_scaled_alike else step
 
     def modules(
         self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int = MOST_CALLS
-    ) -> tuple[RecordedStep | None, str, ModelState]:
+    ) -> RecordedStep:
         """Return at most ``most`` module calls since the last optimizer step, and the calls that compute their inputs.
 
         The step ends at the last modules: it excludes what the script computes from their outputs.
+
+        Raises:
+            NotReplayableError: no module call can be replayed.
         """
         self._off()
         calls = self._calls_for(optimizers)
@@ -882,45 +883,35 @@ class Recorder(TorchFunctionMode):
         read = set().union(*(self._now.calls[number].reads for number in wanted))
         ends = sorted(wanted & called.keys() - read)
         if not ends:
-            return None, next(filter(None, map(calls.why_not, self._now.calls)), NOT_ALL_SEEN), ModelState()
+            raise NotReplayableError(next(filter(None, map(calls.why_not, self._now.calls)), NOT_ALL_SEEN))
         part = wanted, tuple(Made(number, "") for number in ends)
-        step, why, state = self._made(calls, [part], model, device)
-        if step is not None:
-            cut = {
-                n: replace(call, function=PassEnd(call.function)) if n in ends else call
-                for n, call in step.calls.items()
-            }
-            step = replace(step, calls=cut, reach="modules")
-        return step, why, state
+        step = self._made(calls, [part], model, device)
+        cut = {n: replace(step.calls[n], function=PassEnd(step.calls[n].function)) for n in ends}
+        return replace(step, calls={**step.calls, **cut}, reach="modules")
 
     def _made(
         self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module, device: str
-    ) -> tuple[RecordedStep | None, str, ModelState]:
+    ) -> RecordedStep:
         numbers = sorted(set().union(*(part for part, _ in parts)))
         if not all(calls.takes_only_trained_outside_values(number, model) for number in numbers):
-            return None, NOT_ALL_SEEN, ModelState()
+            raise NotReplayableError(NOT_ALL_SEEN)
         whys = [*map(calls.why_not, numbers)]  # check all calls: each check marks the inputs to copy from now on
-        if any(whys):
-            return None, next(filter(None, whys)), ModelState()
-        state, unknown = self.before.state(model, numbers)
-        if unknown:
-            return None, f"it wrote its {unknown}, which ampdbg copies from now on", state
+        if why_not := next(filter(None, whys), ""):
+            raise NotReplayableError(why_not)
+        state = self.before.state(model, numbers)
         own = {id(tensor) for tensor in tensors_in(model, state.held)}  # not an output that it keeps
         given = tuple({n: calls.given(n, own) for n in sorted(part)} for part, _ in parts)
         modules = {id(module): module for n in numbers if (module := calls.calls[n].module) is not None}
         now = {id(tensor) for tensor in tensors_in(model)}
         beside = [module for module in modules.values() if now.isdisjoint(map(id, tensors_in(module)))]
-        states = [self.before.state(module, numbers) for module in beside]
-        if unknown := next((unknown for _, unknown in states if unknown), ""):
-            return None, f"it wrote {unknown} of a module beside its model, which ampdbg copies from now on", state
-        step = RecordedStep(
+        return RecordedStep(
             {n: calls.call(n, device) for n in numbers},
             {min(part): losses for part, losses in parts},
             device,
             given,
-            tuple(before for before, _ in states),
+            state,
+            tuple(self.before.state(module, numbers) for module in beside),
         )
-        return step, "", state
 
     def _calls_for(self, optimizers: Sequence[Optimizer]) -> _Calls:
         now = self._now

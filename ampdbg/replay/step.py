@@ -21,6 +21,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.config.schema import Precision, config_of_script
+from ampdbg.errors import AmpdbgError
 from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
@@ -172,20 +173,30 @@ def torch_name(function: Callable[..., Any]) -> str:
     return ""
 
 
+class NotReplayableError(AmpdbgError):
+    """A step cannot be replayed, or its replay shows nothing; the message is the reason."""
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """The calls of a step by number, in order. ``given`` has one entry for each part. ``losses`` has the losses of each
-    part by the number of its first call. ``beside`` has the earlier state of called modules outside the model, such as
-    a loss with a running mean. ``own_scale`` is the loss scale that the script put into the losses outside of the
-    calls."""
+    part by the number of its first call. ``state`` is the model's before the step, and ``beside`` that of called
+    modules outside the model, such as a loss with a running mean. ``own_scale`` is the loss scale that the script put
+    into the losses outside of the calls."""
 
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
     device: str
     given: tuple[CallArguments, ...] = field(repr=False)
+    state: ModelState = field(repr=False)
     beside: tuple[ModelState, ...] = field(default=(), repr=False)
     reach: Reach = "whole"
     own_scale: float = 1.0
+
+    @functools.cached_property
+    def arguments(self) -> CallArguments:
+        """The arguments of all calls."""
+        return {number: given for part in self.given for number, given in part.items()}
 
     @property
     def scales_gradients(self) -> bool:
@@ -228,17 +239,16 @@ class RecordedStep:
         found = made_in(result) if not made.path.startswith(GIVEN) else made_in_arguments(*given)
         return next(tensor for path, tensor in found if path == made.path)
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that the step trains."""
+        return self.state.model
+
     def run(
-        self,
-        model: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        device: torch.device,
-        half: Half | None,
-        clip_grad_norm: float | None = None,
+        self, optimizers: Sequence[torch.optim.Optimizer], half: Half | None, clip_grad_norm: float | None = None
     ) -> Run:
         """Return a run of this step under autocast to ``half``, with gradients clipped to ``clip_grad_norm``."""
-        share = len(self.given)
-
+        share, device = len(self.given), next(self.model.parameters()).device
         tail = Tail(self.lines)
 
         def losses(batch: Any, index: int) -> torch.Tensor:
@@ -249,7 +259,7 @@ class RecordedStep:
         policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"
         precision = Precision(dtype=half or "float32", policy=policy)
         step = StepFunction("the script's step", losses)
-        workload = Workload(model, tuple(optimizers), _Parts(self), step, UserCode(()))
+        workload = Workload(self.model, tuple(optimizers), _Parts(self), step, UserCode(()))
         mode = mode_of(precision, device)
         return Run(config_of_script(precision, clip_grad_norm), workload, device, mode, time.monotonic(), tail=tail)
 
@@ -268,12 +278,12 @@ class RecordedStep:
         """Return the loop's steps by this optimizer; none if the loss of this step is a sum of module outputs."""
         return tuple(step for step in steps if step.optimizer == optimizer) if self.reach == "whole" else ()
 
-    def snapshot(self, number: int, random_state: RandomState, state: ModelState) -> Snapshot:
+    def snapshot(self, number: int, random_state: RandomState) -> Snapshot:
         """Return a snapshot of the step. Its batches are the arguments of the parts."""
         data = tuple(self.data_in([self._without_moves(part) for part in self.given]))
         called = {id(module): module for call in self.calls.values() if (module := call.module) is not None}
         return Snapshot(
-            number, self.given, data, random_state, state, beside=tuple(called.values()), states_beside=self.beside
+            number, self.given, data, random_state, self.state, beside=tuple(called.values()), states_beside=self.beside
         )
 
     def data_in(self, parts: Iterable[CallArguments]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -257,13 +257,13 @@ class Capture:
                 random_state=states[captured.random_state],
                 training=captured.training,
             )
-            before = match.given[number]
+            before = live.arguments[number]
             try:
                 given[number] = _with_dtypes(tuple(unpacking.of(captured.given, list(before))), before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from error
         for number, value in unpacking.casts.items():
-            (_, *others), kwargs = match.given[number]
+            (_, *others), kwargs = live.arguments[number]
             given[number] = (value, *others), kwargs
         parts = tuple({n: given.get(n, before) for n, before in part.items()} for part in live.given)
         modules = {place: live.calls[n].module for n, place in match.own.items() if place in self.head.beside}
@@ -324,13 +324,6 @@ def _difference(name: str, now: torch.Tensor | None, then: torch.Tensor | None) 
 # The calls of a captured step, and the matching calls in a step of the same script
 
 
-def order_of(recorded: RecordedStep) -> dict[int, int]:
-    """Map the number of each call that the step needs to its place among them."""
-    return {
-        number: place for place, number in enumerate(sorted({number for part in recorded.given for number in part}))
-    }
-
-
 def paths_in(model: torch.nn.Module) -> dict[int, str]:
     """Map the ``id`` of each module of the model to its path."""
     return {id(module): name or "the model" for name, module in model.named_modules()}
@@ -389,19 +382,17 @@ class Match:
 
     def __init__(self, head: Head, recorded: RecordedStep) -> None:
         self._captured, self._parts, self._recorded = head.calls, head.parts, recorded
-        self._casts = {n for n in order_of(recorded) if _is_cast(name_of(recorded.calls[n], {}))}
+        self._casts = {number for number, call in recorded.calls.items() if _is_cast(name_of(call, {}))}
         self._left_out = {place for place, call in enumerate(head.calls) if _is_cast(call.name)}
-        numbers = [number for number in order_of(recorded) if number not in self._casts]
+        numbers = [number for number in recorded.calls if number not in self._casts]
         places = [place for place in range(len(head.calls)) if place not in self._left_out]
         self.own = dict(zip(numbers, places, strict=False))
         """Maps the number of each needed call that is not a cast to its place among the captured calls."""
         self._is_as_long = len(numbers) == len(places)
-        self.given = {number: given for part in recorded.given for number, given in part.items()}
-        """The arguments of the step's calls."""
 
-    def why_not(self, model: torch.nn.Module) -> Difference | None:
+    def why_not(self) -> Difference | None:
         """Return how the step's calls differ from the captured calls, or None if they match."""
-        paths = paths_in(model)
+        paths = paths_in(self._recorded.model)
         for number, place in self.own.items():
             now, then = name_of(self._recorded.calls[number], paths), self._captured[place].name
             if now != then:
@@ -414,7 +405,7 @@ class Match:
         cast = None
         while isinstance(value, Made) and value.call in self._casts:
             cast = value.call
-            value = next(iter(self.given[cast][0]), None)
+            value = next(iter(self._recorded.arguments[cast][0]), None)
         return value, cast
 
     def captured_source(self, packed: Any) -> Any:
@@ -428,7 +419,7 @@ class Match:
     def _unlike_as_a_whole(self) -> str:
         """Return how the whole step differs although each of its calls matches."""
         if not self._is_as_long:
-            return f"it makes {len(order_of(self._recorded))} calls, and the captured one {len(self._captured)}"
+            return f"it makes {len(self._recorded.calls)} calls, and the captured one {len(self._captured)}"
         parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
         if parts != [[place for place in part if place not in self._left_out] for part in self._parts]:
             return "its calls lead to other losses"
@@ -544,7 +535,7 @@ class Captures:
     def add(self, live: LiveStep) -> None:
         """Write a step. If that fails, ``why_not`` gives the reason, and the script continues."""
         try:
-            self._write(Captured(live, self.start), live.number)
+            self._write(live)
         except CaptureError as error:
             self.cannot(live.number, str(error))
         except OSError as error:
@@ -552,10 +543,11 @@ class Captures:
         except Exception as error:  # noqa: BLE001 - the user's own classes may raise anything
             self.cannot(live.number, f"cannot be written: {named_error(error)}")
 
-    def _write(self, captured: Captured, step: int) -> None:
+    def _write(self, live: LiveStep) -> None:
+        step = live.number
         if len(self._paths) >= self._most and not self.has(step):
             raise CaptureError(f"at most {counted(self._most, 'capture')} a run; allow more with --max-captures")
-        content = captured.content(self._largest)
+        content = content_of(live, self.start, self._largest)
         begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)
         # A unique name, even if another run captures in the same second.
         path = free_path(self._folder, begin, f"-{end}{CAPTURE_SUFFIX}")
@@ -588,95 +580,61 @@ def ask_for_capture() -> bool:
     return bool(_asked)
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A live step right before its optimizer steps, with all data that a replay elsewhere needs."""
+def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
+    """Return the file of a live step right before its optimizer steps, with all data that a replay elsewhere needs.
 
-    live: LiveStep
-    start: Start
-
-    @property
-    def size(self) -> int:
-        """The approximate size of its file in bytes."""
-        parts = (
-            list(self.live.model.parameters()),
-            dict(self.live.state.buffers),
-            self._states,
-            self.live.recorded.given,
-        )
-        tensors = {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}
-        return sum(map(nbytes, tensors.values()))
-
-    @functools.cached_property
-    def _states(self) -> Sequence[Any]:
-        """The optimizer states; None for an optimizer that might wait for other processes to return its state."""
-        is_alone = self.start.processes == 1
-        return [one.state_dict() if is_alone or has_its_state(one) else None for one in self.live.watcher.optimizers]
-
-    def content(self, largest: int) -> bytes:
-        """Return the bytes of its file.
-
-        Raises:
-            CaptureError: the file would exceed ``largest``, or parts of the model are in other processes.
-        """
-        if self.start.processes > 1 and (why := why_in_parts(self.live.model)):
-            raise CaptureError(why)
-        size = self.size
-        if size > largest:
-            told = f"it would take {byte_size(size)}, and at most {byte_size(largest)} are allowed"
-            raise CaptureError(f"{told}; allow more with --max-capture-size")
-        recorded = self.live.recorded
-        packing = _GivenPacking("value", order_of(recorded))
-        own = self.live.state.packed()
-        first = {id(recorded.calls[number].module): place for number, place in reversed([*packing.places.items()])}
-        found = {first[id(state.model)]: state for state in recorded.beside}
-        beside = {place: state.packed(f"attribute.{place}") for place, state in found.items()}
-        head = self._head(packing, own.attributes, {place: one.attributes for place, one in beside.items()})
-        weights = self.live.model.named_parameters()
-        tensors = {f"weight.{name}": written_form(self.live.state.before(one)) for name, one in weights}
-        for prefix, state in (("buffer", own), *((f"beside.{place}", one) for place, one in beside.items())):
-            buffers = state.buffers.items()
-            tensors |= {f"{prefix}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
-            tensors |= state.tensors
-        text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
-        if len(text) > LARGEST_HEADER:
-            raise CaptureError(f"its description takes {byte_size(len(text))}")
-        return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
-
-    def _head(
-        self,
-        packing: _GivenPacking,
-        attributes: Mapping[str, Mapping[str, Any]],
-        beside: Mapping[int, Mapping[str, Mapping[str, Any]]],
-    ) -> Head:
-        recorded, paths, numbers = self.live.recorded, paths_in(self.live.model), packing.places
-        given = {number: given for part in recorded.given for number, given in part.items()}
-        calls, states = list[CapturedCall](), list[RandomState]()
-        for number in numbers:
-            call = recorded.calls[number]
-            if not states or call.random_state.others(states[-1]):  # calls between two draws share one state
-                states.append(call.random_state)
-            what, of = packing.of(list(given[number])), len(states) - 1
-            calls.append(CapturedCall(name_of(call, paths), what, call.lowers, call.has_gradients, of, call.training))
-        return Head(
-            step=self.live.number,
-            scale=self.live.scale,
-            loss=self.live.loss,
-            why=self.live.why,
-            half=self.live.half,
-            reach=recorded.reach,
-            weights_grew=self.live.watcher.optimizers.weights_grew,
-            optimizer=self.live.optimizer,
-            scaler_number=self.live.scaler_number,
-            device=str(next(self.live.model.parameters()).device),
-            start=self.start,
-            calls=tuple(calls),
-            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in recorded.given),
-            random_states=tuple(packed_random_state(state, packing) for state in states),
-            random_state=packed_random_state(RandomState.now(), packing),
-            attributes=attributes,
-            beside=beside,
-            optimizers=tuple(map(packing.of, self._states)),
-            record=json.loads(to_json(self.live.watcher.record())),
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
+    Raises:
+        CaptureError: the file would exceed ``largest`` bytes, or parts of the model are in other processes.
+    """
+    recorded, model, is_alone = live.recorded, live.recorded.model, start.processes == 1
+    if not is_alone and (why := why_in_parts(model)):
+        raise CaptureError(why)
+    # A state_dict of its own might wait for other processes.
+    optimizers = [one.state_dict() if is_alone or has_its_state(one) else None for one in live.watcher.optimizers]
+    parts = (list(model.parameters()), dict(recorded.state.buffers), optimizers, recorded.given)
+    size = sum(map(nbytes, {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}.values()))
+    if size > largest:
+        told = f"it would take {byte_size(size)}, and at most {byte_size(largest)} are allowed"
+        raise CaptureError(f"{told}; allow more with --max-capture-size")
+    places = {number: place for place, number in enumerate(recorded.calls)}
+    packing, paths = _GivenPacking("value", places), paths_in(model)
+    calls, states = list[CapturedCall](), list[RandomState]()
+    for number, call in recorded.calls.items():
+        if not states or call.random_state.others(states[-1]):  # calls between two draws share one state
+            states.append(call.random_state)
+        name, given = name_of(call, paths), packing.of(list(recorded.arguments[number]))
+        calls.append(CapturedCall(name, given, call.lowers, call.has_gradients, len(states) - 1, call.training))
+    own = recorded.state.packed()
+    first = {id(call.module): places[number] for number, call in reversed(recorded.calls.items())}
+    beside = {at: state.packed(f"attribute.{at}") for state in recorded.beside for at in [first[id(state.model)]]}
+    head = Head(
+        step=live.number,
+        scale=live.scale,
+        loss=live.loss,
+        why=live.why,
+        half=live.half,
+        reach=recorded.reach,
+        weights_grew=live.watcher.optimizers.weights_grew,
+        optimizer=live.optimizer,
+        scaler_number=live.scaler_number,
+        device=str(next(model.parameters()).device),
+        start=start,
+        calls=tuple(calls),
+        parts=tuple(tuple(places[number] for number in sorted(part)) for part in recorded.given),
+        random_states=tuple(packed_random_state(state, packing) for state in states),
+        random_state=packed_random_state(RandomState.now(), packing),
+        attributes=own.attributes,
+        beside={place: one.attributes for place, one in beside.items()},
+        optimizers=tuple(map(packing.of, optimizers)),
+        record=json.loads(to_json(live.watcher.record())),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    tensors = {f"weight.{name}": written_form(recorded.state.before(one)) for name, one in model.named_parameters()}
+    for prefix, state in (("buffer", own), *((f"beside.{place}", one) for place, one in beside.items())):
+        buffers = state.buffers.items()
+        tensors |= {f"{prefix}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
+        tensors |= state.tensors
+    text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
+    if len(text) > LARGEST_HEADER:
+        raise CaptureError(f"its description takes {byte_size(len(text))}")
+    return save({**tensors, **packing.tensors}, metadata={FORMAT: text})

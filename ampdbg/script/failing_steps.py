@@ -13,10 +13,10 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -40,8 +40,7 @@ from ampdbg.record.log import kept
 from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.recorder import Recorder
-from ampdbg.replay.snapshot import ModelState
-from ampdbg.replay.step import Half
+from ampdbg.replay.step import Half, NotReplayableError, RecordedStep
 from ampdbg.script.capture import Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.live_step import LiveStep
@@ -339,26 +338,30 @@ class FailingSteps:
         self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
     ) -> tuple[Investigation | None, str]:
         """Replay and capture a step. Return the investigation, or the reason why there is none."""
-        made, why_not = None, ""
+        return self._tried(why, lambda: self._investigated(self._live(number, why, loss, is_cut=is_cut)))
+
+    def _tried(self, why: Why, replay: Callable[[], Investigation | None]) -> tuple[Investigation | None, str]:
+        """Replay a step while the script waits. Return the investigation, or the reason why there is none."""
         with held_signals(), self._policy.looking(why):
             try:
-                live, why_not = self._live(number, why, loss, is_cut=is_cut)
-                if live is not None:
-                    made, why_not = self._investigated(live)
+                return replay(), ""
+            except NotReplayableError as reason:
+                return None, str(reason)
             except Exception as error:  # noqa: BLE001 - such as out of memory: the script continues
-                why_not = named_error(error)
-        return made, why_not
+                return None, named_error(error)
 
-    def _investigated(self, live: LiveStep) -> tuple[Investigation | None, str]:
-        """Capture and replay a step. Return the investigation, or the reason why it shows nothing."""
-        is_free = self._investigates and not hooks_half_weights(live.model)
+    def _investigated(self, live: LiveStep) -> Investigation | None:
+        """Capture and replay a step. Return the investigation, or None if no replay is allowed or a signal has arrived.
+
+        Raises:
+            NotReplayableError: the replays show nothing.
+        """
+        is_free = self._investigates and not hooks_half_weights(live.recorded.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
             self._capture(live)
-        if not is_free:
-            return None, ""
-        made = live.investigated()
+        made = live.investigated() if is_free else None
         if made is None:
-            return None, ""  # a signal has arrived, and the script must not wait longer
+            return None
         made = replace(made, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
             self._policy.settled()
@@ -370,48 +373,56 @@ class FailingSteps:
             self.captures.drop(live.number)
         if not (made.reproduced or made.is_of_others):
             is_whole = live.recorded.reach == "whole"
-            return None, REPLAY_IS_FINITE if is_whole else MODULES_FINITE.format(live.why_no_further)
+            raise NotReplayableError(REPLAY_IS_FINITE if is_whole else MODULES_FINITE.format(live.why_no_further))
         if made.reproduced and (is_alike or made.low.error) and not is_blamed(made):
-            return None, made.low.error or NOT_IN_FP32
+            raise NotReplayableError(made.low.error or NOT_IN_FP32)
         self.found[:] = kept([*self.found, made])
-        return made, ""
+        return made
 
     def _capture(self, live: LiveStep) -> None:
         with self._watcher.paused(), held_signals(), torch.no_grad():
             self.captures.add(live)
 
-    def _live(
-        self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
-    ) -> tuple[LiveStep | None, str]:
-        """Return the step in replayable form, or the reason why it is not. ``is_cut``: the script ended within it."""
-        self._watcher.optimizers.adopt(self.recorder.trained)
-        model, optimizers = self._watcher.models.as_one_module(), tuple(self._watcher.optimizers)
+    def _live(self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False) -> LiveStep:
+        """Return the step in replayable form. ``is_cut``: the script ended within it.
+
+        Raises:
+            NotReplayableError: it cannot be replayed.
+        """
+        watcher, before = self._watcher, self.recorder.before
+        watcher.optimizers.adopt(self.recorder.trained)
+        model = watcher.models.as_one_module()
         device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
         half = self._half(model, device)
         why_not = self._why_not_now(model, half)
         if why_not:
-            return None, why_not
-        step, why_not, state = None, "", ModelState()
-        watcher, steps = self._watcher, self._watcher.steps
-        of = next((one.optimizer for one in steps if one.step == number), watcher.open_step.optimizer or 0)
-        scale = self._scale(of)
-        if not is_cut:
-            of_losses = (loss, watcher.stepping, scale, self._own_scale)
-            step, why_not, state = self.recorder.step(model, optimizers, device.type, *of_losses)
-        if step is None and why == "loss":
-            step, other, state = self.recorder.modules(model, optimizers, device.type)
-            why_not = why_not or other or ENDED_EARLIER
-        spoilt = next((name for name, _ in nonfinite(self.recorder.before.changing(state))), "")
+            raise NotReplayableError(why_not)
+        of = next((one.optimizer for one in watcher.steps if one.step == number), watcher.open_step.optimizer or 0)
+        scale, of_loop = self._scale(of), (model, tuple(watcher.optimizers), device.type)
+        of_losses = (loss, watcher.stepping, scale, self._own_scale)
+        step, why_no_further = self._recorded(why, of_loop, of_losses, is_cut=is_cut)
+        spoilt = next((name for name, _ in nonfinite(before.changing(step.state))), "")
         if spoilt and why != "end":
-            step, why_not = None, BEGAN_SPOILT.format(spoilt, number - 1)
-        if step is None:
-            return None, why_not
+            raise NotReplayableError(BEGAN_SPOILT.format(spoilt, number - 1))
         if why == "loss" and step.scales_gradients:
             why = "gradients"  # the script's own loss scale may make the loss non-finite
-        scale *= step.own_scale
-        sizes = self.recorder.before.rewritten(state, step.calls)
+        sizes = before.rewritten(step.state, step.calls)
         rewritten = {name: size for name, size in sizes.items() if not size < FLOAT16.overflow_threshold}
-        return LiveStep(number, watcher, step, model, device, state, half, scale, why, why_not, of, rewritten), ""
+        return LiveStep(number, watcher, step, half, scale * step.own_scale, why, why_no_further, of, rewritten)
+
+    def _recorded(
+        self, why: Why, of_loop: tuple[Any, ...], of_losses: tuple[Any, ...], *, is_cut: bool
+    ) -> tuple[RecordedStep, str]:
+        """Return the whole step. For a lost loss, return its modules alone if need be, and the reason."""
+        try:
+            if is_cut:
+                return self.recorder.modules(*of_loop), ENDED_EARLIER
+            return self.recorder.step(*of_loop, *of_losses), ""
+        except NotReplayableError as reason:
+            if why == "loss":
+                with contextlib.suppress(NotReplayableError):
+                    return self.recorder.modules(*of_loop), str(reason)
+            raise
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
         """Return why no step of the loop can be replayed now, or "" if one can."""
@@ -453,11 +464,10 @@ class FailingSteps:
 
     def _capture_at_once(self, number: int) -> None:
         is_lost = not self._watcher.open_step.is_known_finite()
-        live, why_not = self._live(number, "loss" if is_lost else "end")
-        if live is None:
-            self.captures.cannot(number, f"it cannot be replayed: {why_not}")
-        else:
-            self._capture(live)
+        try:
+            self._capture(self._live(number, "loss" if is_lost else "end"))
+        except NotReplayableError as reason:
+            self.captures.cannot(number, f"it cannot be replayed: {reason}")
 
     # One healthy step, compared with FP32.
 
@@ -479,42 +489,38 @@ class FailingSteps:
 
     def _compare(self, place: int, number: int) -> None:
         """Compare a step that looks healthy with FP32, and capture it if it hides a fault."""
-        why_not = ""
         self._policy.compared(place)
-        with held_signals(), self._policy.looking("end"):
-            try:
-                live, why_not = self._live(number, "end")
-                if live is not None:
-                    why_not = self._compared(live)
-                else:  # for example, a tensor was changed in place; it will be copied from now on
-                    self._policy.still_compares(place)
-            except Exception as error:  # noqa: BLE001 - such as out of memory: the script continues
-                why_not = named_error(error)
+        _, why_not = self._tried("end", lambda: self._compared(place, number))
         self._not_compared[place] = NOT_COMPARED.format(number, why_not) if why_not else ""
 
-    def _compared(self, live: LiveStep) -> str:
-        """Compare a step with FP32. Return why that shows nothing, or ""."""
-        if live.recorded.reach != "whole" or hooks_half_weights(live.model):
-            return live.why_no_further or HALF_BY_HOOKS
+    def _compared(self, place: int, step: int) -> Investigation | None:
+        """Compare a step with FP32. Return None if a signal arrives, or if the step fails and is investigated as such.
+
+        Raises:
+            NotReplayableError: the comparison shows nothing.
+        """
+        try:
+            live = self._live(step, "end")
+        except NotReplayableError:  # for example, a tensor was changed in place; it will be copied from now on
+            self._policy.still_compares(place)
+            raise
+        if hooks_half_weights(live.recorded.model):
+            raise NotReplayableError(HALF_BY_HOOKS)
         made = live.investigated()
         if made is None:
-            return ""  # a signal has arrived, and the script must not wait longer
+            return None
         if not is_finite(made.low):
             self._policy.still_compares(live.optimizer)
-            return ""  # a failing step, which is investigated as such
-        record = self._watcher.record()
+            return None
         if not is_comparable(made):
-            differs = REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
-            return FP32_RAISED.format(made.reference.error) if made.reference.error else differs
-        fault = HiddenFault(made, replace(record, steps=live.before))
-        if fault.has_grown_or_risen:
-            return THROWN
-        if not made.reference.grad_norm:
-            return NO_GRADIENTS
+            raise NotReplayableError(_why_not_judged(made))
+        fault = HiddenFault(made, replace(self._watcher.record(), steps=live.before))
+        if fault.has_grown_or_risen or not made.reference.grad_norm:
+            raise NotReplayableError(THROWN if fault.has_grown_or_risen else NO_GRADIENTS)
         if fault.is_fault and self.captures.are_wanted:
             self._capture(live)
         self.found[:] = kept([*self.found, made])
-        return ""
+        return made
 
     def step_ended(self, is_bad: bool) -> None:
         latest, captures = self._watcher.log, self.captures
@@ -615,6 +621,13 @@ class FailingSteps:
 def settles(made: Investigation) -> bool:
     """True if the step only needs a lower loss scale, to which the scaler is settling."""
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
+
+
+def _why_not_judged(made: Investigation) -> str:
+    """Return why a comparison with FP32 shows nothing."""
+    if made.reference.error:
+        return FP32_RAISED.format(made.reference.error)
+    return REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:

@@ -22,7 +22,7 @@ from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import Why, blamed_data, investigate
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.replay.snapshot import Snapshot
 from ampdbg.replay.step import Half, RecordedStep
 from ampdbg.script.ranks import is_in_group
 from ampdbg.script.signals import have_come, held_signals
@@ -36,9 +36,6 @@ class LiveStep:
         number: counted from 0.
         watcher: the watch of the loop. It is paused during replays.
         recorded: the recorded calls of the step.
-        model: the model to replay.
-        device: the device of its weights.
-        state: the model's state when the step began.
         half: the half dtype of the step, or None for a step in FP32.
         scale: the loss scale.
         why: the reason for an investigation.
@@ -50,9 +47,6 @@ class LiveStep:
     number: int
     watcher: Watch
     recorded: RecordedStep
-    model: torch.nn.Module
-    device: torch.device
-    state: ModelState
     half: Half | None
     scale: float
     why: Why
@@ -99,10 +93,10 @@ class LiveStep:
         """Prepare a replay that the script cannot notice, and yield its run and snapshot."""
         clip_grad_norm = self.watcher.calls.clip_grad_norm
         optimizers = self.watcher.optimizers.stepping_with(self.optimizer, self.watcher.steps)
-        run = self.recorded.run(self.model, optimizers, self.device, self.half, clip_grad_norm)
-        snapshot = self.recorded.snapshot(self.number, RandomState.now(), self.state)
+        run = self.recorded.run(optimizers, self.half, clip_grad_norm)
+        snapshot = self.recorded.snapshot(self.number, RandomState.now())
         # The script may be inside an autocast region.
-        outside = torch.autocast(self.device.type, enabled=False)
+        outside = torch.autocast(run.device.type, enabled=False)
         apart = _NoCollectives() if is_in_group() else contextlib.nullcontext()
         with (
             self.watcher.paused(),

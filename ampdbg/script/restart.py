@@ -37,7 +37,7 @@ from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
-from ampdbg.replay.step import RecordedStep
+from ampdbg.replay.step import NotReplayableError, RecordedStep
 from ampdbg.script.capture import Capture, CaptureError, Difference, Match
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.guard import FileGuard
@@ -236,35 +236,35 @@ class _StepFinder:
         self.watcher.optimizers.adopt(self.recorder.trained)
         model, optimizers = self.watcher.models.as_one_module(), tuple(self.watcher.optimizers)
         device, head = _device_type(model), self._capture.head
-        if head.reach == "whole":
-            stepping, scale = self.watcher.stepping, float(self.watcher.open_step.loss_scale())
-            known = 1.0 if head.scaler_number else head.scale
-            recorded, why_not, _ = self.recorder.step(model, optimizers, device, loss, stepping, scale, known)
+        try:
+            if head.reach == "whole":
+                stepping, scale = self.watcher.stepping, float(self.watcher.open_step.loss_scale())
+                known = 1.0 if head.scaler_number else head.scale
+                recorded = self.recorder.step(model, optimizers, device, loss, stepping, scale, known)
+            else:
+                most = sum(call.training is not None for call in head.calls)  # only calls of modules have this flag
+                recorded = self.recorder.modules(model, optimizers, device, most)
+            different = Match(head, recorded).why_not() or self._capture.why_unlike(recorded, torch.device(device))
+        except NotReplayableError as reason:
+            different = Difference(0, str(reason))
+        if different is None:
+            self._use_once(recorded)
         else:
-            most = sum(call.training is not None for call in head.calls)  # only calls of modules have this flag
-            recorded, why_not, _ = self.recorder.modules(model, optimizers, device, most)
-        different: Difference | None = Difference(0, why_not)
-        if recorded is not None:
-            at = torch.device(device)
-            different = Match(head, recorded).why_not(model) or self._capture.why_unlike(recorded, at)
-        if different is not None:
             self._nearest = max(different, self._nearest, key=attrgetter("alike"))
-        elif recorded is not None:
-            self._use_once(recorded, model)
 
-    def _use_once(self, recorded: RecordedStep, model: torch.nn.Module) -> None:
+    def _use_once(self, recorded: RecordedStep) -> None:
         self.is_used = True
         torch.clear_autocast_cache()
         with contextlib.suppress(OSError):
             os.chdir(self._folder)  # the script may work in a folder that it made, which is removed next
         self.files.remove_new()  # the script never continues, and a proof that restarts it must find the same files
         # The script may be inside an autocast region, as at the next pass of an accumulation.
-        outside = torch.autocast(_device_type(model), enabled=False)
+        outside = torch.autocast(recorded.device, enabled=False)
         try:
             with self.watcher.paused(), torch.enable_grad(), outside:
                 step: RestoredStep | CaptureError
                 try:
-                    step = self._restored(recorded, model)
+                    step = self._restored(recorded)
                 except CaptureError as error:
                     step = error
                 except Exception as error:  # noqa: BLE001 - torch and the user's own code may raise anything
@@ -273,15 +273,15 @@ class _StepFinder:
         finally:
             self._is_over.set()
 
-    def _restored(self, recorded: RecordedStep, model: torch.nn.Module) -> RestoredStep:
-        capture, optimizers = self._capture, tuple(self.watcher.optimizers)
+    def _restored(self, recorded: RecordedStep) -> RestoredStep:
+        capture, optimizers, model = self._capture, tuple(self.watcher.optimizers), recorded.model
         device = next(model.parameters()).device
         notes = capture.put_into(model, optimizers)
-        captured = capture.step(recorded, device)
+        captured = replace(capture.step(recorded, device), state=capture.state(model))
         stepping = self.watcher.optimizers.stepping_with(capture.head.optimizer, capture.record.steps)
-        run = captured.run(model, stepping, device, capture.head.half, self.watcher.calls.clip_grad_norm)
+        run = captured.run(stepping, capture.head.half, self.watcher.calls.clip_grad_norm)
         run = replace(run, makings=self.makings, names=self._names.seen)
-        snapshot = captured.snapshot(capture.head.step, capture.random_state(device), capture.state(model))
+        snapshot = captured.snapshot(capture.head.step, capture.random_state(device))
         before = _of_capture(capture)
         if capture.head.reach != "whole":
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))

@@ -30,7 +30,7 @@ from ampdbg.replay.before import EXAMINED_CALLS
 from ampdbg.replay.random_state import SAMPLING_PERIOD, RandomState
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.snapshot import ModelState, rewound
-from ampdbg.replay.step import RecordedStep
+from ampdbg.replay.step import NotReplayableError, RecordedStep
 
 Loop = Callable[[nn.Module, torch.amp.GradScaler], None]
 
@@ -443,15 +443,14 @@ class NotedCall:
             self.losses += [float((root.detach() * start).sum()) for root, start in zip(*args[:2], strict=True)]
         return original(*args, **kwargs)
 
-    def step(self) -> tuple[RecordedStep | None, str, ModelState]:
+    def step(self) -> RecordedStep:
         return self.recorder.step(self.model, self.optimizers, "cpu", scale=4.0)
 
     def again(self) -> RecordedStep:
         """The whole step, with the model restored to its state before the step."""
-        step, why_not, state = self.step()
-        assert step is not None, why_not
+        step = self.step()
         assert step.reach == "whole"
-        state.held.restore()
+        step.state.held.restore()
         return step
 
 
@@ -616,9 +615,9 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 
 @pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)
 def test_the_recorder_says_why_a_step_cannot_be_replayed(loop: Loop, why: str) -> None:
-    step, why_not, _ = NotedCall(net()).of(loop).step()
-    assert step is None
-    assert why_not.startswith(why)
+    with pytest.raises(NotReplayableError) as raised:
+        NotedCall(net()).of(loop).step()
+    assert str(raised.value).startswith(why)
 
 
 def changes_its_batch(model: nn.Module, values: torch.Tensor) -> torch.Tensor:
@@ -641,10 +640,14 @@ def test_an_input_changed_in_place_is_refused_by_name_and_copied_from_then_on(wh
     model, found, loss_of = net(), list[str](), CHANGED[what]
 
     def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-        step, why_not, state = recorder.step(model, (optimizer,), "cpu")
-        state.held.restore()
+        try:
+            step = recorder.step(model, (optimizer,), "cpu")
+        except NotReplayableError as reason:
+            found.append(str(reason))
+            return
+        step.state.held.restore()
         with PAUSE:
-            found.append("alike" if step is not None and torch.equal(step.loss(step.given[0]), loss) else why_not)
+            found.append("alike" if torch.equal(step.loss(step.given[0]), loss) else "other")
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Recorder(PAUSE, about_to_step=look) as recorder:
@@ -690,8 +693,11 @@ def test_the_loop_trains_on_if_the_recorder_is_full_or_fails(monkeypatch: pytest
     bare = net()
     loop(bare, torch.amp.GradScaler("cpu", init_scale=4.0))
     assert all(torch.equal(noted.gradients[name], gradient) for name, gradient in gradients(bare).items())
-    step, why_not, _ = noted.step()
-    assert (step is None, why_not) == (not fails, "" if fails else "ampdbg did not see every call that its loss needs")
+    if fails:
+        assert noted.step().reach == "whole"
+    else:
+        with pytest.raises(NotReplayableError, match="ampdbg did not see every call that its loss needs"):
+            noted.step()
 
 
 class Own(TorchFunctionMode):
@@ -722,8 +728,7 @@ def test_the_script_can_leave_its_torch_function_mode_at_any_time(leaves: str, m
             if leaves == "behind":
                 own.close()
     assert (nn.Module.__call__, torch._C._len_torch_function_stack()) == (call, before)
-    step, why_not, _ = recorder.step(model, (), "cpu")
-    assert step is not None, why_not
+    step = recorder.step(model, (), "cpu")
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
@@ -738,8 +743,7 @@ def test_the_default_device_can_be_set_and_reset_while_a_step_is_recorded() -> N
         torch.set_default_device(None)
         loss.backward()
     assert torch._C._len_torch_function_stack() == before
-    step, why_not, _ = recorder.step(model, (), "cpu")
-    assert step is not None, why_not
+    assert recorder.step(model, (), "cpu").reach == "whole"
 
 
 def test_a_running_average_and_kept_graphs_do_not_make_recorded_steps_grow() -> None:
@@ -754,8 +758,7 @@ def test_a_running_average_and_kept_graphs_do_not_make_recorded_steps_grow() -> 
             optimizer.zero_grad()
             loss.backward(retain_graph=True)
             calls.append(len(recorder.called))
-            step, why_not, _ = recorder.step(model, (optimizer,), "cpu")
-            assert step is not None, why_not
+            step = recorder.step(model, (optimizer,), "cpu")
             assert torch.equal(step.loss(step.given[0]), loss)
             calls.append(len(step.calls))
             optimizer.step()
@@ -782,9 +785,8 @@ def test_each_thread_has_its_own_recorded_step() -> None:
         loss = output.square().mean() * (number + 1)
         barrier.wait()
         loss.backward()
-        step, why_not, state = recorder.step(models[number], (), "cpu")
-        assert step is not None, why_not
-        state.held.restore()
+        step = recorder.step(models[number], (), "cpu")
+        step.state.held.restore()
         barrier.wait()
         found[number] = loss, step
 
@@ -794,7 +796,8 @@ def test_each_thread_has_its_own_recorded_step() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert recorder.step(models[0], (), "cpu")[1] == "no loss went backward in it"
+        with pytest.raises(NotReplayableError, match="no loss went backward in it"):
+            recorder.step(models[0], (), "cpu")
     for loss, step in found.values():
         assert torch.equal(step.loss(step.given[0]), loss)
 
@@ -851,8 +854,7 @@ def test_a_validation_that_gathers_predictions_keeps_few_batches_alive(
         with torch.enable_grad():
             loss = (model(x()) * gathered[-1]).mean() + gathered[0].mean()
             loss.backward()
-        step, why_not, _ = recorder.step(model, (), "cpu")
-    assert step is not None, why_not
+        step = recorder.step(model, (), "cpu")
     assert [call.function is model for call in step.calls.values()].count(True) == 2  # the first result became data
     assert torch.equal(step.loss(step.given[0]), loss)
 
@@ -873,15 +875,13 @@ def test_a_step_with_too_many_micro_batches_is_too_large_and_keeps_few_alive(mon
     with Recorder() as recorder:
         train(100)
         assert 10 <= sum(batch() is not None for batch in batches) <= 12
-        step, why_not, _ = recorder.step(model, [optimizer], "cpu")
-        assert (step, why_not) == (None, recorders.TOO_LARGE)
-        last, why_not, state = recorder.modules(model, [optimizer], "cpu")
-        assert last is not None, why_not
+        with pytest.raises(NotReplayableError, match=recorders.TOO_LARGE):
+            recorder.step(model, [optimizer], "cpu")
+        assert recorder.modules(model, [optimizer], "cpu").reach == "modules"
         optimizer.step()
         loss = train(5)
-        step, why_not, state = recorder.step(model, [optimizer], "cpu")
-        assert step is not None, why_not
-        state.held.restore()
+        step = recorder.step(model, [optimizer], "cpu")
+        step.state.held.restore()
         assert torch.equal(step.loss(list(step.given)[-1]), loss)
 
 
@@ -904,8 +904,7 @@ def test_a_tensor_written_row_by_row_replays_with_its_contents_at_each_call() ->
             rows[row] = x(row)[0]
             loss = loss + model(rows.clone()).mean()
         loss.backward()
-        step, why_not, _ = recorder.step(model, (), "cpu")
-    assert step is not None, why_not
+        step = recorder.step(model, (), "cpu")
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
@@ -938,11 +937,10 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
     def look(stepped: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         if stepped is not optimizer:
             return
-        step, why_not, state = recorder.step(model, (optimizer,), "cpu")
-        assert step is not None, why_not
+        step = recorder.step(model, (optimizer,), "cpu")
         now, after = RandomState.now(), ModelState.now(model)
         with PAUSE:
-            state.held.restore()
+            step.state.held.restore()
             alike.append(torch.equal(step.loss(step.given[0]), losses[-1]))
             after.held.restore()
         now.restore()
@@ -985,9 +983,11 @@ def test_a_buffer_first_written_late_is_copied_from_the_second_such_call() -> No
                 loss(model(x(number))).backward()
                 if number < asked:
                     optimizer.step()
-            step, why_not, _ = recorder.step(model, (optimizer,), "cpu")
-        why_nots.append(why_not)
-        assert (step is None) == bool(why_not)
+            try:
+                recorder.step(model, (optimizer,), "cpu")
+                why_nots.append("")
+            except NotReplayableError as reason:
+                why_nots.append(str(reason))
         loss.calls = 0
     assert [bool(why_not) for why_not in why_nots] == [True, False, False]
 
@@ -1017,12 +1017,13 @@ def test_parameters_written_in_forward_are_refused_by_name_until_copied(how: str
     optimizer, losses = torch.optim.SGD(model.trained.parameters(), 0.1), list[torch.Tensor]()
 
     def look(*_: Any) -> None:
-        step, why_not, state = recorder.step(model, (optimizer,), "cpu")
         after = [weight.clone() for weight in model.parameters()]
-        if step is None:
-            refused.append(why_not)
+        try:
+            step = recorder.step(model, (optimizer,), "cpu")
+        except NotReplayableError as reason:
+            refused.append(str(reason))
             return
-        with PAUSE, rewound(model, step.snapshot(0, RandomState.now(), state)):
+        with PAUSE, rewound(model, step.snapshot(0, RandomState.now())):
             alike.append(torch.equal(step.loss(step.given[0]), losses[-1]))
         assert all(map(torch.equal, model.parameters(), after))
 
@@ -1092,8 +1093,7 @@ class Net(nn.Module):
 
 def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.Tensor]:
     """The modules alone, and the number that is computed from their outputs."""
-    step, why_not, _ = recorder.modules(model, (), "cpu")
-    assert step is not None, why_not
+    step = recorder.modules(model, (), "cpu")
     assert step.reach == "modules"
     with PAUSE:
         return step, step.loss(step.given[0])
@@ -1101,15 +1101,15 @@ def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.T
 
 def test_only_the_modules_of_a_step_with_a_compiled_loss_are_replayed() -> None:
     noted = NotedCall(net()).of(compiles_its_loss)
-    assert noted.step()[0] is None
+    with pytest.raises(NotReplayableError, match="it may compile the code of its loss"):
+        noted.step()
     step, total = modules(noted.recorder, noted.model)
     assert [call.called for call in step.calls.values()] == [noted.model]
     assert total.isfinite()
 
 
 def test_a_model_compiled_by_keyword_is_recorded_as_a_whole_step() -> None:
-    step, why_not, _ = NotedCall(net()).of(compiles_its_model).step()
-    assert (step is not None, why_not) == (True, "")
+    assert NotedCall(net()).of(compiles_its_model).step().reach == "whole"
 
 
 def test_a_call_that_raises_ends_the_recorded_pass_unless_another_pass_follows() -> None:
@@ -1143,8 +1143,7 @@ def test_steps_with_inference_mode_inputs_or_complex_outputs_are_replayed() -> N
             loss = model(value).abs().sum()
             assert modules(recorder, model)[1].isfinite()
             loss.backward()
-            step, why_not, _ = recorder.step(model, (), "cpu")
-            assert step is not None, why_not
+            step = recorder.step(model, (), "cpu")
             with PAUSE:
                 assert torch.equal(step.loss(step.given[-1]), loss)
 
@@ -1179,8 +1178,7 @@ def test_a_nonfinite_loss_without_backward_is_known_while_the_script_holds_it() 
     with Recorder(PAUSE) as recorder:
         loss = model(x()).sum() * math.inf
         assert recorder.lost_loss is loss
-        step, why_not, _ = recorder.step(model, (), "cpu", loss)
-        assert step is not None, why_not
+        step = recorder.step(model, (), "cpu", loss)
         assert not step.loss(step.given[0]).isfinite()
         del loss
         assert recorder.lost_loss is None

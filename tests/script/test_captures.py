@@ -513,15 +513,8 @@ def test_runs_that_capture_in_the_same_second_keep_their_own_captures(tmp_path: 
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime(2026, 1, 1, tzinfo=tz)
 
-    class Written:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def content(self, largest: int) -> bytes:
-            return b"whole"
-
     one, other = (Captures(tmp_path, Start("train.py"), most=2, largest=99) for _ in range(2))
-    with patch.multiple("ampdbg.script.capture", datetime=At, Captured=Written):
+    with patch.multiple("ampdbg.script.capture", datetime=At, content_of=lambda *_: b"whole"):
         for captures in (one, other, one):
             captures.add(SimpleNamespace(number=3))  # type: ignore[arg-type]
     assert [path.name for path in one.written] == ["20260101T000000Z-3-step-3.safetensors"]
