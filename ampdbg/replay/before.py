@@ -7,12 +7,13 @@ include batch norm statistics, a step counter, or the weights of a momentum enco
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.tensors import is_emptied, is_finite, times_written
 from ampdbg.replay.snapshot import ModelState
@@ -117,17 +118,14 @@ class _ModuleHistory:
             if name in self.tensors and (name in others or times_written(self.tensors[name]) != times)
         ]
 
-    def unheld(self, kept: _Kept) -> Iterator[str]:
-        """Yield the buffers and parameters that were written since and not saved."""
-        for name in self._written(kept):
-            if self.tensors[name] not in kept.held:
-                yield f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
-
-    def unknown(self, kept: _Kept) -> Iterator[str]:
-        """Yield the unsaved buffers and parameters, and save them from the next call on."""
-        for name in self.unheld(kept):
-            self.calls = 0
-            yield name
+    def unheld(self, number: int) -> list[str]:
+        """Return the buffers and parameters that were written since a call and not saved."""
+        kept = self.kept[number]
+        return [
+            f"{'parameter' if isinstance(self.tensors[name], torch.nn.Parameter) else 'buffer'} {name}"
+            for name in self._written(kept)
+            if self.tensors[name] not in kept.held
+        ]
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
@@ -152,42 +150,26 @@ class EarlierStates:
     """The state of modules before each of their recorded calls."""
 
     def __init__(self) -> None:
-        self._alive: dict[int, tuple[weakref.ref[torch.nn.Module], _ModuleHistory]] = {}
-        """By the ``id`` of a module, which another module may have reused."""
-
-    @property
-    def _roots(self) -> list[_ModuleHistory]:
-        return [root for alive, root in self._alive.values() if alive() is not None]
-
-    def _root(self, module: torch.nn.Module) -> _ModuleHistory | None:
-        alive, root = self._alive.get(id(module), (None, None))
-        return root if alive is not None and alive() is module else None
+        self._roots: MutableMapping[torch.nn.Module, _ModuleHistory] = WeakIdKeyDictionary()
 
     def begins(self, number: int, module: torch.nn.Module) -> None:
         """Save the state of the module before the call with this number."""
-        root = self._root(module)
-        if root is None:
-            root = _ModuleHistory()
-            self._alive = {key: known for key, known in self._alive.items() if known[0]() is not None}
-            self._alive[id(module)] = weakref.ref(module), root
-        root.begins(number, module)
+        if module not in self._roots:
+            self._roots[module] = _ModuleHistory()
+        self._roots[module].begins(number, module)
 
     def forget(self, number: int, module: torch.nn.Module) -> None:
         """Drop the state of the module before this call."""
-        root = self._root(module)
-        if root is not None:
-            root.kept.pop(number, None)
+        self._roots[module].kept.pop(number, None)
 
     def returned(self, number: int, module: torch.nn.Module) -> None:
         """Learn from the state after this call what the module changes."""
-        root = self._root(module)
-        if root is not None and number in root.kept:
-            root.returned(number)
+        if number in self._roots[module].kept:
+            self._roots[module].returned(number)
 
     def is_known(self, number: int) -> bool:
         """True if the state before a call is fully known, except weights that optimizers train."""
-        kept = ((root, root.kept[number]) for root in self._roots if number in root.kept)
-        return all(not any(True for _ in root.unheld(one)) for root, one in kept)
+        return not any(root.unheld(number) for root in self._roots.values() if number in root.kept)
 
     def state(self, model: torch.nn.Module, calls: Collection[int]) -> ModelState:
         """Return the model's state before these calls.
@@ -195,14 +177,16 @@ class EarlierStates:
         Raises:
             NotReplayableError: a called module wrote a buffer or parameter that was not saved.
         """
-        held, unknown = saved_before_step(model), ""
-        own = ((root.kept.keys() & {*calls}, root) for root in self._roots)
+        held, unknown = saved_before_step(model), list[str]()
+        own = ((root.kept.keys() & {*calls}, root) for root in self._roots.values())
         begun = [(min(numbers), root) for numbers, root in own if numbers]
         for first, root in sorted(begun, key=lambda one: -one[0]):  # the earlier state counts where two overlap
             held = held.with_earlier(root.kept[first].held)
-            unknown = next(root.unknown(root.kept[first]), unknown)
+            unheld = root.unheld(first)
+            root.calls = 0 if unheld else root.calls  # its next calls are examined whole
+            unknown = unheld or unknown
         if unknown:
-            raise NotReplayableError(f"it wrote its {unknown}, which ampdbg copies from now on")
+            raise NotReplayableError(f"it wrote its {unknown[0]}, which ampdbg copies from now on")
         return ModelState(held, model)
 
     def rewritten(self, state: ModelState, calls: Collection[int]) -> Mapping[str, float]:
@@ -210,7 +194,7 @@ class EarlierStates:
         Each comes with its largest magnitude."""
         found = {
             id(root.tensors.get(name))
-            for root in self._roots
+            for root in self._roots.values()
             for name, number in root.rewritten.items()
             if number in calls
         }
@@ -220,9 +204,8 @@ class EarlierStates:
 
     def poisoned(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
         """Yield the names of the buffers that recorded calls made inf or NaN, or replaced by a non-finite one."""
-        kept = [one.held for root in self._roots for one in root.kept.values()]
-        roots = ((alive(), root) for alive, root in self._alive.values() if root.kept)
-        noted = [(module, root.tensors) for module, root in roots if module is not None]
+        kept = [one.held for root in self._roots.values() for one in root.kept.values()]
+        noted = [(module, root.tensors) for module, root in self._roots.items() if root.kept]
         new = {id(one) for module, old in noted for name, one in module.named_buffers() if old.get(name) is not one}
         for name, buffer in buffers:
             before = [held.copy_of(buffer) for held in kept if buffer in held]
@@ -231,7 +214,7 @@ class EarlierStates:
 
     def changing(self, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of a state that calls are known to write. Any further buffer may be a mask."""
-        changes = {key for root in self._roots for key in root.changes}
+        changes = {key for root in self._roots.values() for key in root.changes}
         buffers = state.buffers
         for name, buffer in state.model.named_buffers():
             if id(buffer) in changes and name in buffers:
