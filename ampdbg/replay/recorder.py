@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count, islice, takewhile
 from typing import Any
 
@@ -45,7 +45,7 @@ from ampdbg.probes.tensors import Mark, is_finite, leaves_of, nbytes, read_aside
 from ampdbg.probes.unfollowed import exclude_from_compile
 from ampdbg.replay.before import EarlierStates
 from ampdbg.replay.copies import Copying, duplicate
-from ampdbg.replay.random_state import RandomState, RandomStates
+from ampdbg.replay.random_state import RandomStates
 from ampdbg.replay.run import name_of_line
 from ampdbg.replay.state import CONSTANTS, tensors_in
 from ampdbg.replay.step import (
@@ -121,74 +121,11 @@ OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see t
 """The reason why a step cannot be replayed if its gradients contain the loss scale: no different scale can be tried."""
 
 
-@dataclass(eq=False, slots=True)
-class NotedCall:
-    """One recorded call of a module, or of a function, which has a ``name``.
-
-    Attributes:
-        lowers: the autocast dtype by device type.
-        steps: the number of optimizer steps before the call.
-        given: the arguments, with ``Made`` instead of results of recorded calls.
-        reads: the numbers of the calls whose results it takes.
-        inputs: the remaining tensors, each with its version.
-        past: results of recorded calls outside the autograd graph, each with its version.
-        outside_values: detached values of small unrecorded graphs, each with the ``id`` of its leaves.
-        results: its live results.
-        why_not: the reason why the call cannot be replayed, or "".
-    """
-
-    function: Callable[..., Any]
-    name: str
-    line: Line | None
-    lowers: Mapping[str, torch.dtype]
-    random_state: RandomState
-    steps: int
-    given: tuple[Any, Any] = ((), {})
-    reads: set[int] = field(default_factory=set)
-    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    past: dict[Made, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    outside_values: list[tuple[torch.Tensor, set[int]]] = field(default_factory=list)
-    results: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    why_not: str = ""
-    has_gradients: bool = True
-    has_returned: bool = False
-    writes: bool = False
-    training: bool | None = None
-
-    @property
-    def module(self) -> torch.nn.Module | None:
-        """The called module, or None for a function."""
-        return self.function if isinstance(self.function, torch.nn.Module) else None
-
-    def replace_input(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
-        """Use ``copied`` as the recorded argument instead of ``tensor``, which is about to be written."""
-        self.inputs = [(copied, times_written(copied)) if one is tensor else (one, times) for one, times in self.inputs]
-        self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
-
-    def takes_data_of(self, call: int) -> bool:
-        """True if every result taken from ``call`` is still alive, unchanged, and outside the autograd graph."""
-        taken = [made for made in _results_in(self.given) if made.call == call]
-        return bool(taken) and all(
-            made in self.past and times_written(self.past[made][0]) == self.past[made][1] for made in taken
-        )
-
-    @property
-    def live_results(self) -> list[torch.Tensor]:
-        """The results that are still alive, perhaps only as recorded inputs of other calls."""
-        return [held for result in self.results if (held := result()) is not None]
-
-    @property
-    def data(self) -> Iterator[torch.Tensor]:
-        """The tensors that the record keeps alive for a replay, without the model's parameters."""
-        tensors = (one for one, _ in (*self.inputs, *self.past.values()))
-        return (one for one in tensors if not one.requires_grad)
-
-
 class _Thread:
     """The records of one thread."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, NotedCall] = {}
+        self.calls: dict[int, RecordedCall] = {}
         self.modules = Counter[int]()
         """The number of recorded calls of each module, by ``id``."""
         self.numbers = count()
@@ -410,7 +347,7 @@ class Recorder(TorchFunctionMode):
         number, line = next(now.numbers), innermost_line()
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
         state = now.random_states.before_a_call() if _draws(function, name) else now.random_states.latest
-        noted = NotedCall(function, name, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
+        noted = RecordedCall(function, name, line, lowers, state, self._steps, has_gradients=torch.is_grad_enabled())
         taking = _ArgumentRecorder(self, noted, is_in_place=_is_in_place(name))
         noted.given = tuple(map(taking.of, args)), {key: taking.of(value) for key, value in kw.items()}
         for tensor, _ in noted.inputs:
@@ -462,7 +399,7 @@ class Recorder(TorchFunctionMode):
         for call in {made.call, *([base.call] if base is not None else [])}:
             self._now.changed.setdefault(call, []).append(number)
 
-    def _add_results(self, number: int, noted: NotedCall, results: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _add_results(self, number: int, noted: RecordedCall, results: Iterable[tuple[str, torch.Tensor]]) -> None:
         now, made = self._now, self._now.made
         for path, tensor in results:
             held = weakref.ref(tensor)
@@ -670,7 +607,7 @@ class Recorder(TorchFunctionMode):
             self._drop_oldest_passes()
         now.has_gone = False
 
-    def _counts_as_data(self, call: NotedCall) -> bool:
+    def _counts_as_data(self, call: RecordedCall) -> bool:
         """True if every optimizer may have stepped since the call, so its results without gradients count as data."""
         return self._steps - call.steps > len(self._stepped)
 
@@ -684,7 +621,7 @@ class Recorder(TorchFunctionMode):
         looked_at, now.pruned_to = -1 if is_whole else now.pruned_to, last
         later = {n: now.calls[n] for n in takewhile(lambda number: number > looked_at, reversed(now.calls))}
 
-        def leads(call: NotedCall, read: int) -> bool:
+        def leads(call: RecordedCall, read: int) -> bool:
             return read in later and not (self._counts_as_data(later[read]) and call.takes_data_of(read))
 
         recent = {number: call for number, call in later.items() if not self._counts_as_data(call)}
@@ -728,14 +665,14 @@ class Recorder(TorchFunctionMode):
                 del now.made[key]
 
     def _calls_of_live_data(
-        self, held: Collection[int], known: Collection[int], leads: Callable[[NotedCall, int], bool]
+        self, held: Collection[int], known: Collection[int], leads: Callable[[RecordedCall, int], bool]
     ) -> set[int]:
         """Return the calls that led to live results without gradients. Results of the last module call come first, then
         earlier results while there is room. The remaining results count as plain data from now on."""
         calls, found, counted, room = self._now.calls, set[int](), set[int](), MOST_DATA_BYTES
         latest = max((number for number, call in calls.items() if call.module is not None), default=0)
 
-        def leads_on(call: NotedCall, read: int) -> bool:
+        def leads_on(call: RecordedCall, read: int) -> bool:
             return not (read in found or read in known) and leads(call, read)
 
         for number in sorted(held, reverse=True):
@@ -905,7 +842,7 @@ class Recorder(TorchFunctionMode):
         now = {id(tensor) for tensor in tensors_in(model)}
         beside = [module for module in modules.values() if now.isdisjoint(map(id, tensors_in(module)))]
         return RecordedStep(
-            {n: calls.call(n, device) for n in numbers},
+            {n: calls.call(n) for n in numbers},
             {min(part): losses for part, losses in parts},
             device,
             given,
@@ -932,13 +869,13 @@ class _Calls:
 
     def __init__(
         self,
-        calls: Mapping[int, NotedCall],
+        calls: Mapping[int, RecordedCall],
         changed: Mapping[int, Sequence[int]],
         written: Mapping[int, int],
         copied: set[tuple[Line | None, str]],
         before: EarlierStates,
     ) -> None:
-        self.calls: dict[int, NotedCall] = dict(calls)
+        self.calls: dict[int, RecordedCall] = dict(calls)
         self._changed, self._written, self._copied, self._before = changed, written, copied, before
         self._latest = max((one.steps for one in calls.values()), default=0)
         self._whys: dict[int, str] = {}
@@ -1031,7 +968,7 @@ class _Calls:
             needed |= _dependencies_of(self.calls, more, self._leads)
         return needed
 
-    def _leads(self, call: NotedCall, read: int) -> bool:
+    def _leads(self, call: RecordedCall, read: int) -> bool:
         return not self._why(read) or not call.takes_data_of(read)
 
     def given(self, number: int, own: Collection[int]) -> tuple[Any, Any]:
@@ -1046,24 +983,16 @@ class _Calls:
         given: tuple[Any, Any] = Copying(each).of(call.given)
         return given
 
-    def call(self, number: int, device: str) -> RecordedCall:
-        noted = self.calls[number]
-        return RecordedCall(
-            noted.function,
-            noted.line,
-            device in noted.lowers,
-            noted.has_gradients,
-            noted.random_state,
-            frozenset(read for read in noted.reads if not self._why(read)),
-            noted.writes,
-            noted.training,
-        )
+    def call(self, number: int) -> RecordedCall:
+        """Return a call that reads only from calls that can be replayed."""
+        call = self.calls[number]
+        return replace(call, reads={read for read in call.reads if not self._why(read)})
 
 
 def _dependencies_of(
-    calls: Mapping[int, NotedCall],
+    calls: Mapping[int, RecordedCall],
     numbers: Iterable[int],
-    leads: Callable[[NotedCall, int], bool] = lambda call, read: True,
+    leads: Callable[[RecordedCall, int], bool] = lambda call, read: True,
 ) -> set[int]:
     """Return these calls and all calls that they read from, as far as ``leads`` is true."""
     waiting, found = list(numbers), set[int]()
@@ -1078,7 +1007,7 @@ def _dependencies_of(
 class _ArgumentRecorder:
     """Converts the arguments of one call. ``made`` lists results of earlier calls, each with its version."""
 
-    def __init__(self, recorder: Recorder, noted: NotedCall, *, is_in_place: bool) -> None:
+    def __init__(self, recorder: Recorder, noted: RecordedCall, *, is_in_place: bool) -> None:
         self.made: list[tuple[Made, torch.Tensor, int]] = []
         self._recorder, self._noted, self._is_first = recorder, noted, is_in_place
         self._given = set[int]()
@@ -1141,17 +1070,11 @@ def _is_in_place(name: str) -> bool:
     return name in WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
-_Begun = tuple[int, NotedCall, _ArgumentRecorder]
+_Begun = tuple[int, RecordedCall, _ArgumentRecorder]
 """The number, the record and the arguments of a running call."""
 
 
-def _results_in(given: Any) -> list[Made]:
-    found: list[Made] = []
-    Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(given)
-    return found
-
-
-def _described(call: NotedCall) -> str:
+def _described(call: RecordedCall) -> str:
     name = (call.name or type(call.function).__name__).strip("_")
     return f"{name} at {name_of_line(*call.line[:2])}" if call.line is not None else name
 

@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -26,7 +27,7 @@ from ampdbg.ops import MOVES
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.precision.widening import lifted
-from ampdbg.probes.tensors import HALVES, float_values
+from ampdbg.probes.tensors import HALVES, float_values, times_written
 from ampdbg.record.run import Reach, Step
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
@@ -78,17 +79,39 @@ class ScalePower:
     power: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class RecordedCall:
-    """One call. If ``writes``, it changes its first argument, which counts as its result. ``training`` is the mode of
-    the called module."""
+    """One call of a module, or of a function, which has a ``name``.
+
+    Attributes:
+        lowers: the autocast dtype by device type.
+        steps: the number of optimizer steps before the call.
+        given: the arguments, with ``Made`` instead of results of recorded calls.
+        reads: the numbers of the calls whose results it takes.
+        inputs: the remaining tensors, each with its version.
+        past: results of recorded calls outside the autograd graph, each with its version.
+        outside_values: detached values of small unrecorded graphs, each with the ``id`` of its leaves.
+        results: its live results.
+        why_not: the reason why the call cannot be replayed, or "".
+        writes: True if it changes its first argument, which then counts as its result.
+        training: the mode of the called module.
+    """
 
     function: Callable[..., Any]
+    name: str
     line: Line | None
-    lowers: bool
-    has_gradients: bool
+    lowers: Mapping[str, torch.dtype]
     random_state: RandomState
-    reads: frozenset[int]
+    steps: int
+    given: tuple[Any, Any] = ((), {})
+    reads: set[int] = field(default_factory=set)
+    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    past: dict[Made, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    outside_values: list[tuple[torch.Tensor, set[int]]] = field(default_factory=list)
+    results: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    why_not: str = ""
+    has_gradients: bool = True
+    has_returned: bool = False
     writes: bool = False
     training: bool | None = None
 
@@ -108,6 +131,29 @@ class RecordedCall:
         """The name of the function or module and the line of the call, in words."""
         name = getattr(self.called, "__name__", type(self.called).__name__).strip("_")
         return f"{name} on line {self.line[1]} of {PurePath(self.line[0]).name}" if self.line is not None else name
+
+    @property
+    def live_results(self) -> list[torch.Tensor]:
+        """The results that are still alive, perhaps only as recorded inputs of other calls."""
+        return [held for result in self.results if (held := result()) is not None]
+
+    @property
+    def data(self) -> Iterator[torch.Tensor]:
+        """The tensors that the record keeps alive for a replay, without the model's parameters."""
+        tensors = (one for one, _ in (*self.inputs, *self.past.values()))
+        return (one for one in tensors if not one.requires_grad)
+
+    def replace_input(self, tensor: torch.Tensor, copied: torch.Tensor) -> None:
+        """Use ``copied`` as the recorded argument instead of ``tensor``, which is about to be written."""
+        self.inputs = [(copied, times_written(copied)) if one is tensor else (one, times) for one, times in self.inputs]
+        self.given = Copying(lambda one: copied if one is tensor else one).of(self.given)
+
+    def takes_data_of(self, call: int) -> bool:
+        """True if every result taken from ``call`` is still alive, unchanged, and outside the autograd graph."""
+        found: list[Made] = []
+        Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(self.given)
+        taken = [self.past.get(made) for made in found if made.call == call]
+        return bool(taken) and all(past is not None and times_written(past[0]) == past[1] for past in taken)
 
     def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Repeat the call with new arguments, as if it were on the same line."""
@@ -214,7 +260,7 @@ class RecordedStep:
             call = self.calls[number]
             is_pinned = number in in_fp32
             found = Copying(lambda value: self._found(value, results, scale, is_pinned=is_pinned))  # noqa: B023 - used at once
-            is_lowered = call.lowers and not is_pinned
+            is_lowered = self.device in call.lowers and not is_pinned
             with (
                 contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
                 lifted("float32") if is_pinned else contextlib.nullcontext(),  # for code that casts to half itself

@@ -247,12 +247,13 @@ class Capture:
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         # If the script uses autocast at all, it decides which calls run under it: a patch may have disabled it.
-        is_off = not any(live.calls[number].lowers for number in match.own)
+        is_off = not any(live.device in live.calls[number].lowers for number in match.own)
+        lowered = {live.device: torch.float16}  # of any dtype: the run has its own
         for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
             calls[number] = replace(
                 call,
-                lowers=captured.lowers and (call.lowers or is_off),
+                lowers=lowered if captured.lowers and (is_off or live.device in call.lowers) else {},
                 has_gradients=captured.has_gradients,
                 random_state=states[captured.random_state],
                 training=captured.training,
@@ -602,10 +603,11 @@ def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
     for number, call in recorded.calls.items():
         if not states or call.random_state.others(states[-1]):  # calls between two draws share one state
             states.append(call.random_state)
-        name, given = name_of(call, paths), packing.of(list(recorded.arguments[number]))
-        calls.append(CapturedCall(name, given, call.lowers, call.has_gradients, len(states) - 1, call.training))
+        name, is_lowered = name_of(call, paths), recorded.device in call.lowers
+        given, of = packing.of(list(recorded.arguments[number])), len(states) - 1
+        calls.append(CapturedCall(name, given, is_lowered, call.has_gradients, of, call.training))
     own = recorded.state.packed()
-    first = {id(call.module): places[number] for number, call in reversed(recorded.calls.items())}
+    first = {id(call.module): places[number] for number, call in reversed([*recorded.calls.items()])}
     beside = {at: state.packed(f"attribute.{at}") for state in recorded.beside for at in [first[id(state.model)]]}
     head = Head(
         step=live.number,
