@@ -6,10 +6,11 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Interval
 
 from ampdbg.agreement import AGREEMENT, GRADIENT_WARNING, agrees, is_beyond_noise, is_finite, is_same_run
 from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
@@ -23,7 +24,8 @@ from ampdbg.probes.producer_trace import ProducerTrace, ReplacedProducerTrace, S
 from ampdbg.probes.tensors import are_weights_spoilt, bad_data, distinct, float_values, may_be_bad, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import number
-from ampdbg.record.run import Investigation, Replay, Step, TensorCounts
+from ampdbg.record.findings import Count
+from ampdbg.record.run import Investigation, Reach, Replay, Step, TensorCounts
 from ampdbg.replay.comparison import (
     PRODUCERS_KEPT,
     Noise,
@@ -37,7 +39,7 @@ from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
-from ampdbg.replay.step import RecordedStep
+from ampdbg.replay.step import Half, RecordedStep
 
 Why = Literal["loss", "gradients", "end"]
 
@@ -88,6 +90,43 @@ def investigate(
         batch_largest={name: value for name, (value, _) in largest.items()},
         batch_index={name: index for name, (_, index) in largest.items()},
     )
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of a recorded step besides its calls.
+
+    Attributes:
+        step: its number, counted from 0.
+        scale: the loss scale.
+        loss: the loss without the script's own scale factor; NaN without a loss.
+        why: the reason for an investigation.
+        half: the half dtype of the step, or None for a step in FP32.
+        reach: whether the whole step or only its modules are recorded.
+        weights_grew: as in an Investigation.
+        scaler_number: the number in the record of the loss's scaler; 0 if there is none.
+        optimizer: the index of the optimizer that steps.
+    """
+
+    step: Count
+    scale: Annotated[float, Interval(gt=0, le=2.0**127)]
+    loss: float
+    why: Why
+    half: Half | None
+    reach: Reach = "whole"
+    weights_grew: float = 1.0
+    scaler_number: Count = 0
+    optimizer: Count = 0
+
+    def before(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """Return the steps with which the loss is compared; none if it is a sum of module outputs."""
+        return tuple(one for one in steps if one.optimizer == self.optimizer) if self.reach == "whole" else ()
+
+    def investigated(self, run: Run, snapshot: Snapshot, steps: Sequence[Step], observer: Observer) -> Investigation:
+        """Replay the step after these ``steps`` until its cause is known."""
+        before = self.before(steps)
+        made = investigate(run, snapshot, self.why, self.scale, before=before, observer=observer)
+        return replace(made, loss=self.loss, reach=self.reach, weights_grew=self.weights_grew)
 
 
 class _Replays:

@@ -28,7 +28,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.tensors import HALVES, float_values, times_written
-from ampdbg.record.run import Reach, Step
+from ampdbg.record.run import Reach
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, Tail, name_of_line
@@ -319,10 +319,6 @@ class RecordedStep:
             if call.line is not None and any(call.module is one for one in beside):
                 found.setdefault(call.line, set()).add(number)
         return {name_of_line(*line[:2]): (line, frozenset(numbers)) for line, numbers in found.items()}
-
-    def before(self, steps: Sequence[Step], optimizer: int) -> tuple[Step, ...]:
-        """Return the loop's steps by this optimizer; none if the loss of this step is a sum of module outputs."""
-        return tuple(step for step in steps if step.optimizer == optimizer) if self.reach == "whole" else ()
 
     def snapshot(self, number: int, random_state: RandomState) -> Snapshot:
         """Return a snapshot of the step. Its batches are the arguments of the parts."""

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Interval
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -30,8 +29,8 @@ from ampdbg.probes.tensors import leaves_of, nbytes
 from ampdbg.quantities import byte_size, counted, dotted, shown
 from ampdbg.record.file import CAPTURE_SUFFIX, adapter, from_json, of_rank, to_json
 from ampdbg.record.findings import Count
-from ampdbg.record.run import NOT_CAPTURED, Reach, Record
-from ampdbg.replay.investigation import Why
+from ampdbg.record.run import NOT_CAPTURED, Record
+from ampdbg.replay.investigation import StepFacts
 from ampdbg.replay.packing import (
     PackedError,
     Packing,
@@ -44,7 +43,7 @@ from ampdbg.replay.packing import (
 )
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, PackedState
-from ampdbg.replay.step import Half, Made, Own, RecordedCall, RecordedStep, torch_name
+from ampdbg.replay.step import Made, Own, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
@@ -80,21 +79,14 @@ class CapturedCall:
             return None
 
 
-@dataclass(frozen=True)
-class Head:
+@dataclass(frozen=True, kw_only=True)
+class Head(StepFacts):
     """The content of a capture besides tensors. ``record`` is the run's record up to the step, as JSON.
 
     ``calls`` are the calls that the losses need, in order. ``parts`` lists the call numbers of each part of the step.
-    ``reach`` says whether the whole step or only its modules are captured. ``weights_grew`` is as in an investigation.
-    ``scaler_number`` is the scaler's number in the record (0 for none), ``optimizer`` the index of the optimizer that
-    steps. ``beside`` holds attributes of modules outside the model, by the place of each module's first call.
+    ``beside`` holds attributes of modules outside the model, by the place of each module's first call.
     """
 
-    step: Count
-    scale: Annotated[float, Interval(gt=0, le=2.0**127)]
-    loss: float
-    why: Why
-    half: Half | None
     device: str
     start: Start
     calls: tuple[CapturedCall, ...]
@@ -105,10 +97,6 @@ class Head:
     optimizers: tuple[Any, ...]
     record: Mapping[str, Any]
     created: str
-    reach: Reach = "whole"
-    weights_grew: float = 1.0
-    scaler_number: Count = 0
-    optimizer: Count = 0
     beside: Mapping[Count, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
@@ -538,14 +526,14 @@ class Captures:
         try:
             self._write(live)
         except CaptureError as error:
-            self.cannot(live.number, str(error))
+            self.cannot(live.facts.step, str(error))
         except OSError as error:
-            self.cannot(live.number, f"cannot be written: {reason_of(error)}: {self._folder}")
+            self.cannot(live.facts.step, f"cannot be written: {reason_of(error)}: {self._folder}")
         except Exception as error:  # noqa: BLE001 - the user's own classes may raise anything
-            self.cannot(live.number, f"cannot be written: {named_error(error)}")
+            self.cannot(live.facts.step, f"cannot be written: {named_error(error)}")
 
     def _write(self, live: LiveStep) -> None:
-        step = live.number
+        step = live.facts.step
         if len(self._paths) >= self._most and not self.has(step):
             raise CaptureError(f"at most {counted(self._most, 'capture')} a run; allow more with --max-captures")
         content = content_of(live, self.start, self._largest)
@@ -610,15 +598,7 @@ def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
     first = {id(call.module): places[number] for number, call in reversed([*recorded.calls.items()])}
     beside = {at: state.packed(f"attribute.{at}") for state in recorded.beside for at in [first[id(state.model)]]}
     head = Head(
-        step=live.number,
-        scale=live.scale,
-        loss=live.loss,
-        why=live.why,
-        half=live.half,
-        reach=recorded.reach,
-        weights_grew=live.watcher.optimizers.weights_grew,
-        optimizer=live.optimizer,
-        scaler_number=live.scaler_number,
+        **vars(live.facts),
         device=str(next(model.parameters()).device),
         start=start,
         calls=tuple(calls),

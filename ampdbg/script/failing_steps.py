@@ -38,7 +38,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.log import kept
 from ampdbg.record.run import EXITED, Investigation, Record, ScriptRun
-from ampdbg.replay.investigation import Why, is_blamed
+from ampdbg.replay.investigation import StepFacts, Why, is_blamed
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.step import Half, NotReplayableError, RecordedStep
 from ampdbg.script.capture import Captures
@@ -252,24 +252,26 @@ class FailingSteps:
     def _on_pass_without_step(self) -> None:
         """Handle a module call before any optimizer has stepped. The loop may have discarded a loss. A loop with its
         own loss scale may have discarded that loss's gradients."""
-        step = self._watcher.open_step
         if self._watcher.has_unseen_steps:
             return
-        if not self.recorder.is_under_way:
-            step.read_losses_aside()
-            if step.scaler is None and not self._watcher.is_paused:
-                withholding = self._watcher.withholding
-                if not step.is_known_finite():
-                    self._learn()
-                    self._fails("loss", None)
-                elif withholding is not None:
-                    self._fails("gradients", withholding, may_settle=self._own_scale > 1.0)
+        if self.recorder.is_under_way:
+            self._on_loss_without_backward()
             return
+        step = self._watcher.open_step
+        step.read_losses_aside()
+        withholding = self._watcher.withholding if step.scaler is None else None
+        if step.scaler is None and not step.is_known_finite():
+            self._fails("loss", None)
+        elif withholding is not None:
+            self._fails("gradients", withholding, may_settle=self._own_scale > 1.0)
+
+    def _on_loss_without_backward(self) -> None:
+        """Handle a module call after a loss that had no backward pass, if the loss is lost."""
         loss = self.recorder.lost_loss
-        if loss is None or self._watcher.is_paused or self.recorder.awaits_decision(loss):
+        if loss is None or self.recorder.awaits_decision(loss):
             return
         self._count_given_up()
-        self._learn()
+        self._watcher.learn()
         self._fails("loss", None, loss)
         self._given_up = float(loss.detach())
         self.recorder.watch_given_up_loss(loss, lambda is_part: self._count_given_up(is_part=is_part))
@@ -278,10 +280,6 @@ class FailingSteps:
         """Handle a lost loss that the loop has discarded: its gradients are cleared and a later pass has run."""
         with self.recorder.without_the_last_pass():
             self._fails("loss", None)
-
-    def _learn(self) -> None:
-        self._watcher.learn()
-        self._watcher.optimizers.adopt(self.recorder.trained)
 
     def _count_given_up(self, *, is_part: bool = False) -> None:
         """Close the step that the loop has discarded, if any. Part of a larger loss is not a step."""
@@ -317,7 +315,7 @@ class FailingSteps:
         """Investigate a step while the script waits. If that shows nothing, add a note with the reason."""
         if self._investigates:
             self._observer.replay(number, REPLAY_ANNOUNCEMENT)
-        made, why_not = self._replay_step(number, why, loss)
+        made, why_not = self._tried(why, lambda: self._investigated(self._live(number, why, loss)))
         if why_not and self._investigates:
             self._notes.append(NOT_REPLAYED.format(number, "loss is" if why == "loss" else "gradients are", why_not))
         return made
@@ -334,14 +332,8 @@ class FailingSteps:
         factor = self._watcher.open_step.factor
         return factor if is_loss_scale(factor) or self._watcher.log.has_own_scale else 1.0
 
-    def _replay_step(
-        self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False
-    ) -> tuple[Investigation | None, str]:
-        """Replay and capture a step. Return the investigation, or the reason why there is none."""
-        return self._tried(why, lambda: self._investigated(self._live(number, why, loss, is_cut=is_cut)))
-
-    def _tried(self, why: Why, replay: Callable[[], Investigation | None]) -> tuple[Investigation | None, str]:
-        """Replay a step while the script waits. Return the investigation, or the reason why there is none."""
+    def _tried(self, why: Why, replay: Callable[[], Investigation]) -> tuple[Investigation | None, str]:
+        """Replay a step while the script waits. Return the investigation, or None and the reason, or "" for no note."""
         with held_signals(), self._policy.looking(why):
             try:
                 return replay(), ""
@@ -350,18 +342,18 @@ class FailingSteps:
             except Exception as error:  # noqa: BLE001 - such as out of memory: the script continues
                 return None, named_error(error)
 
-    def _investigated(self, live: LiveStep) -> Investigation | None:
-        """Capture and replay a step. Return the investigation, or None if no replay is allowed or a signal has arrived.
+    def _investigated(self, live: LiveStep) -> Investigation:
+        """Capture and replay a step.
 
         Raises:
-            NotReplayableError: the replays show nothing.
+            NotReplayableError: no replay is allowed, or the replays show nothing.
         """
         is_free = self._investigates and not hooks_half_weights(live.recorded.model)
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
             self._capture(live)
-        made = live.investigated() if is_free else None
-        if made is None:
-            return None
+        if not is_free:
+            raise NotReplayableError
+        made = live.investigated()
         made = replace(made, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
             self._policy.settled()
@@ -370,7 +362,7 @@ class FailingSteps:
         is_lost_anyway = raises or (has_no_loss and not is_finite(made.fp32))
         is_alike = is_lost_anyway and not self._watcher.log.batch
         if made.is_of_others or ((settles(made) or is_alike) and not self.captures.is_wanted):
-            self.captures.drop(live.number)
+            self.captures.drop(live.facts.step)
         if not (made.reproduced or made.is_of_others):
             is_whole = live.recorded.reach == "whole"
             raise NotReplayableError(REPLAY_IS_FINITE if is_whole else MODULES_FINITE.format(live.why_no_further))
@@ -406,9 +398,21 @@ class FailingSteps:
             raise NotReplayableError(BEGAN_SPOILT.format(spoilt, number - 1))
         if why == "loss" and step.scales_gradients:
             why = "gradients"  # the script's own loss scale may make the loss non-finite
+        losses, scaler = watcher.open_step.backward_losses, watcher.open_step.scaler
         sizes = before.rewritten(step.state, step.calls)
         rewritten = {name: size for name, size in sizes.items() if not size < FLOAT16.overflow_threshold}
-        return LiveStep(number, watcher, step, half, scale * step.own_scale, why, why_no_further, of, rewritten)
+        facts = StepFacts(
+            number,
+            scale * step.own_scale,
+            sum(map(float, losses)) / step.own_scale if losses else math.nan,
+            why,
+            half,
+            step.reach,
+            watcher.optimizers.weights_grew,
+            0 if scaler is None else watcher.calls.number_of(scaler),
+            of,
+        )
+        return LiveStep(facts, watcher, step, why_no_further, rewritten)
 
     def _recorded(
         self, why: Why, of_loop: tuple[Any, ...], of_losses: tuple[Any, ...], *, is_cut: bool
@@ -455,7 +459,7 @@ class FailingSteps:
             watcher.begin_step_of(optimizer)
             self._stepping.add(place)
         number = watcher.log.closed()
-        if watcher.is_paused or number == self._looked_at:
+        if number == self._looked_at:
             return
         if self.captures.is_wanted:
             self._capture_at_once(number)
@@ -493,8 +497,8 @@ class FailingSteps:
         _, why_not = self._tried("end", lambda: self._compared(place, number))
         self._not_compared[place] = NOT_COMPARED.format(number, why_not) if why_not else ""
 
-    def _compared(self, place: int, step: int) -> Investigation | None:
-        """Compare a step with FP32. Return None if a signal arrives, or if the step fails and is investigated as such.
+    def _compared(self, place: int, step: int) -> Investigation:
+        """Compare a step with FP32.
 
         Raises:
             NotReplayableError: the comparison shows nothing.
@@ -507,14 +511,13 @@ class FailingSteps:
         if hooks_half_weights(live.recorded.model):
             raise NotReplayableError(HALF_BY_HOOKS)
         made = live.investigated()
-        if made is None:
-            return None
-        if not is_finite(made.low):
-            self._policy.still_compares(live.optimizer)
-            return None
+        if not is_finite(made.low):  # a failing step, which is investigated as such
+            self._policy.still_compares(live.facts.optimizer)
+            raise NotReplayableError
         if not is_comparable(made):
             raise NotReplayableError(_why_not_judged(made))
-        fault = HiddenFault(made, replace(self._watcher.record(), steps=live.before))
+        record = self._watcher.record()
+        fault = HiddenFault(made, replace(record, steps=live.facts.before(record.steps)))
         if fault.has_grown_or_risen or not made.reference.grad_norm:
             raise NotReplayableError(THROWN if fault.has_grown_or_risen else NO_GRADIENTS)
         if fault.is_fault and self.captures.are_wanted:
@@ -563,12 +566,14 @@ class FailingSteps:
 
     def _ended_in_a_step(self, ending: ScriptEnd) -> None:
         """Investigate the step in which the script ended before a backward pass."""
-        self._learn()
+        self._watcher.learn()
         step, loss = self._watcher.log.closed(), self.recorder.lost_loss
         how = f"the script raised {named_error(ending.error)}" if ending.error else f"{EXITED} {ending.code}"
         if self._investigates:
             self._observer.ended_in(step)
-        made, why_not = self._replay_step(step, "loss", loss, is_cut=loss is None)
+        made, why_not = self._tried(
+            "loss", lambda: self._investigated(self._live(step, "loss", loss, is_cut=loss is None))
+        )
         if made is not None or self._watcher.log.batch or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
             self._watcher.log.end_without_backward(loss_of_step, is_skipped=not ending.code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,12 @@ from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
 from ampdbg.ops import COLLECTIVES
 from ampdbg.probes.watch import Watch
-from ampdbg.record.run import Investigation, Step
-from ampdbg.replay.investigation import Why, blamed_data, investigate
+from ampdbg.record.run import Investigation
+from ampdbg.replay.investigation import StepFacts, blamed_data
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
-from ampdbg.replay.step import Half, RecordedStep
+from ampdbg.replay.step import NotReplayableError, RecordedStep
 from ampdbg.script.ranks import is_in_group
 from ampdbg.script.signals import have_come, held_signals
 
@@ -33,68 +32,39 @@ class LiveStep:
     """The current step of a watched loop, with its weights.
 
     Args:
-        number: counted from 0.
+        facts: what is known of the step.
         watcher: the watch of the loop. It is paused during replays.
         recorded: the recorded calls of the step.
-        half: the half dtype of the step, or None for a step in FP32.
-        scale: the loss scale.
-        why: the reason for an investigation.
         why_no_further: the reason why only its modules are replayed.
-        optimizer: the index of the optimizer that steps.
         rewritten: as in an Investigation.
     """
 
-    number: int
+    facts: StepFacts
     watcher: Watch
     recorded: RecordedStep
-    half: Half | None
-    scale: float
-    why: Why
     why_no_further: str = ""
-    optimizer: int = 0
     rewritten: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def before(self) -> tuple[Step, ...]:
-        """The earlier steps with which the loss is compared."""
-        return self.recorded.before(self.watcher.steps, self.optimizer)
-
-    @property
-    def loss(self) -> float:
-        """The loss without the script's own scale factor; NaN without a loss."""
-        losses = self.watcher.open_step.backward_losses
-        return sum(map(float, losses)) / self.recorded.own_scale if losses else math.nan
-
-    @property
-    def scaler_number(self) -> int:
-        """The number in the record of the loss's scaler; 0 if there is none."""
-        scaler = self.watcher.open_step.scaler
-        return 0 if scaler is None else self.watcher.calls.number_of(scaler)
-
-    def investigated(self) -> Investigation | None:
+    def investigated(self) -> Investigation:
         """Replay the step while the script waits, and return the investigation.
 
-        Return None as soon as a signal arrives that the script handles itself, so that the script waits no longer.
-
         Raises:
+            NotReplayableError: a signal arrived that the script handles itself, so the script must not wait longer.
             Exception: any error of the script's own code, or out of memory.
         """
-        loss, grew = self.loss, self.watcher.optimizers.weights_grew
-        with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
-            made = investigate(run, snapshot, self.why, self.scale, before=self.before, observer=_UntilASignal())
+        with self._again() as (run, snapshot):
+            made = self.facts.investigated(run, snapshot, self.watcher.steps, _UntilASignal())
             if made.reproduced and not is_finite(made.fp32):
                 self.watcher.log.batch += blamed_data(run, snapshot, self.recorded)
-            made = replace(made, loss=loss, weights_grew=grew, rewritten=self.rewritten)
-            return replace(made, reach=self.recorded.reach, why_no_further=self.why_no_further)
-        return None
+        return replace(made, rewritten=self.rewritten, why_no_further=self.why_no_further)
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[tuple[Run, Snapshot]]:
         """Prepare a replay that the script cannot notice, and yield its run and snapshot."""
         clip_grad_norm = self.watcher.calls.clip_grad_norm
-        optimizers = self.watcher.optimizers.stepping_with(self.optimizer, self.watcher.steps)
-        run = self.recorded.run(optimizers, self.half, clip_grad_norm)
-        snapshot = self.recorded.snapshot(self.number, RandomState.now())
+        optimizers = self.watcher.optimizers.stepping_with(self.facts.optimizer, self.watcher.steps)
+        run = self.recorded.run(optimizers, self.facts.half, clip_grad_norm)
+        snapshot = self.recorded.snapshot(self.facts.step, RandomState.now())
         # The script may be inside an autocast region.
         outside = torch.autocast(run.device.type, enabled=False)
         apart = _NoCollectives() if is_in_group() else contextlib.nullcontext()
@@ -123,10 +93,6 @@ class _NoCollectives(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-class _SignalCameError(Exception):
-    """A signal is waiting for the script to handle it."""
-
-
 class _UntilASignal(Observer):
     """Stops between two replays: a batch system gives a script half a minute to save its model."""
 
@@ -134,10 +100,10 @@ class _UntilASignal(Observer):
         """Check for signals before the next replay.
 
         Raises:
-            _SignalCameError: a signal is waiting.
+            NotReplayableError: a signal is waiting. The end of the script needs no note on the step.
         """
         if have_come():
-            raise _SignalCameError
+            raise NotReplayableError
 
 
 class _OutputOfOtherThreads(io.TextIOBase):

@@ -32,7 +32,7 @@ from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
-from ampdbg.replay.investigation import blamed_data, fails, investigate
+from ampdbg.replay.investigation import blamed_data, fails
 from ampdbg.replay.recorder import Recorder
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -66,10 +66,7 @@ class RestoredStep:
 
     def investigated(self, observer: Observer) -> Investigation:
         """Replay the step until its cause is known."""
-        head = self.capture.head
-        before = self.recorded.before(self.record.steps[:-1], head.optimizer)
-        made = investigate(self.run, self.snapshot, head.why, head.scale, before=before, observer=observer)
-        return replace(made, loss=head.loss, reach=head.reach, weights_grew=head.weights_grew)
+        return self.capture.head.investigated(self.run, self.snapshot, self.record.steps[:-1], observer)
 
     def failing(self, made: Investigation) -> FailingStep:
         """Return the step with its weights."""

@@ -516,7 +516,7 @@ def test_runs_that_capture_in_the_same_second_keep_their_own_captures(tmp_path: 
     one, other = (Captures(tmp_path, Start("train.py"), most=2, largest=99) for _ in range(2))
     with patch.multiple("ampdbg.script.capture", datetime=At, content_of=lambda *_: b"whole"):
         for captures in (one, other, one):
-            captures.add(SimpleNamespace(number=3))  # type: ignore[arg-type]
+            captures.add(SimpleNamespace(facts=SimpleNamespace(step=3)))  # type: ignore[arg-type]
     assert [path.name for path in one.written] == ["20260101T000000Z-3-step-3.safetensors"]
     other.drop(3)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
