@@ -513,8 +513,8 @@ class Captures:
         self.is_wanted = True
 
     def begins(self, step: int) -> None:
-        """Prepare for the step with this number, which is about to begin."""
-        self.is_wanted |= step == self.wanted > 0
+        """Prepare for the step with this number, which is about to begin. A captured step ends a request."""
+        self.is_wanted = step == self.wanted > 0 or (self.is_wanted and not self.has(step - 1))
 
     def cannot(self, step: int, why: str) -> None:
         """Record why a step could not be captured."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch.optim import Optimizer
@@ -391,8 +391,9 @@ class FailingSteps:
             raise NotReplayableError(why_not)
         of = next((one.optimizer for one in watcher.steps if one.step == number), watcher.open_step.optimizer or 0)
         scale, of_loop = self._scale(of), (model, tuple(watcher.optimizers), device.type)
-        of_losses = (loss, watcher.stepping, scale, self._own_scale)
-        step, why_no_further = self._recorded(why, of_loop, of_losses, is_cut=is_cut)
+        whole = partial(self.recorder.step, *of_loop, loss, watcher.stepping, scale, self._own_scale)
+        modules = partial(self.recorder.modules, *of_loop)
+        step, why_no_further = _recorded(whole, modules, why, is_cut=is_cut)
         spoilt = next((name for name, _ in nonfinite(before.changing(step.state))), "")
         if spoilt and why != "end":
             raise NotReplayableError(BEGAN_SPOILT.format(spoilt, number - 1))
@@ -413,20 +414,6 @@ class FailingSteps:
             of,
         )
         return LiveStep(facts, watcher, step, why_no_further, rewritten)
-
-    def _recorded(
-        self, why: Why, of_loop: tuple[Any, ...], of_losses: tuple[Any, ...], *, is_cut: bool
-    ) -> tuple[RecordedStep, str]:
-        """Return the whole step. For a lost loss, return its modules alone if need be, and the reason."""
-        try:
-            if is_cut:
-                return self.recorder.modules(*of_loop), ENDED_EARLIER
-            return self.recorder.step(*of_loop, *of_losses), ""
-        except NotReplayableError as reason:
-            if why == "loss":
-                with contextlib.suppress(NotReplayableError):
-                    return self.recorder.modules(*of_loop), str(reason)
-            raise
 
     def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
         """Return why no step of the loop can be replayed now, or "" if one can."""
@@ -526,16 +513,14 @@ class FailingSteps:
         return made
 
     def step_ended(self, is_bad: bool) -> None:
-        latest, captures = self._watcher.log, self.captures
+        closed, captures = self._watcher.log.closed(), self.captures
         self._policy.ended()
-        if is_bad or latest.closed() == 1:
+        if is_bad or closed == 1:
             captures.start = with_rank(captures.start)
         for optimizer in () if is_bad else self._stepping:
             self._policy.taken(optimizer)
         self._stepping.clear()
-        if captures.has(latest.closed() - 1):
-            captures.is_wanted = False
-        captures.begins(latest.closed())
+        captures.begins(closed)
 
     # The end of the script.
 
@@ -558,7 +543,6 @@ class FailingSteps:
                 self._count_given_up()
             if not self.recorder.is_under_way:
                 self._ended_after_backward(is_cut=bool(ending.code))
-            if not self.recorder.is_under_way:
                 self._ended_between_steps()
             elif ending.code or self.recorder.lost_loss is not None:
                 self._ended_in_a_step(ending)
@@ -585,21 +569,20 @@ class FailingSteps:
     def _ended_after_backward(self, *, is_cut: bool) -> None:
         """Investigate the step in which the script ended after a backward pass. For example, the script checks its
         gradients, or too few micro-batches are left for a step."""
-        number, why = self._watcher.log.closed(), self._watcher.nonfinite_in_open_step(is_cut=is_cut)
-        is_known = not is_cut and bool(self.found)
-        if why is not None and self._looked_at != number and self._policy.is_open(why) and not is_known:
-            self._looked_at = number
-            self._investigate_live(number, why)
+        why = self._watcher.nonfinite_in_open_step(is_cut=is_cut)
+        if why is not None and (is_cut or not self.found):
+            self._investigate_at_end(self._watcher.log.closed(), why)
 
     def _ended_between_steps(self) -> None:
         """Investigate the last step if it was withheld and no investigation exists."""
-        steps = self._watcher.steps
-        last = steps[-1] if steps else None
-        if last is None or not last.skipped or self.found or not self.recorder.has_losses:
-            return
-        why: Why = "gradients" if math.isfinite(last.loss) else "loss"
-        if self._looked_at < last.step and self._policy.is_open(why):
-            self._investigate_live(last.step, why)
+        last = next(reversed(self._watcher.steps), None)
+        if last is not None and last.skipped and not self.found and self.recorder.has_losses:
+            self._investigate_at_end(last.step, "gradients" if math.isfinite(last.loss) else "loss")
+
+    def _investigate_at_end(self, number: int, why: Why) -> None:
+        if self._looked_at < number and self._policy.is_open(why):
+            self._looked_at = number
+            self._investigate_live(number, why)
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """Return a record of the loop with its investigations and captures."""
@@ -621,6 +604,19 @@ class FailingSteps:
         )
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *notes))
         return replace(record, unseen=unseen, script=run, investigations=tuple(self.found), error=error)
+
+
+def _recorded(
+    whole: Callable[[], RecordedStep], modules: Callable[[], RecordedStep], why: Why, *, is_cut: bool
+) -> tuple[RecordedStep, str]:
+    """Return the whole step. For a lost loss, return its modules alone if need be, and the reason."""
+    try:
+        return (modules(), ENDED_EARLIER) if is_cut else (whole(), "")
+    except NotReplayableError as reason:
+        if why == "loss":
+            with contextlib.suppress(NotReplayableError):
+                return modules(), str(reason)
+        raise
 
 
 def settles(made: Investigation) -> bool:
