@@ -67,25 +67,7 @@ MODULES_ALONE = "step {}: only its modules were replayed ({}); the sum of their 
 
 NOT_REPLAYED = "step {}, whose {} not finite, could not be replayed: {}"
 
-REPLAY_IS_FINITE = "its replay is finite"
-
-REPLAY_LOSS_DIFFERS = "its loss was {}, and its replay has {}"
-
-THROWN = "its weights or earlier losses have grown as under a learning rate that is too large"
-
-HALF_BY_HOOKS = "its half weights have a wrapper's hooks, which a replay in FP32 would take away"
-
 NOT_COMPARED = "step {} was not compared with FP32: {}"
-
-FP32_RAISED = "its replay in FP32 failed: {}"
-
-REPLAYS_DISABLED = "--no-investigate allows no replay"
-
-IN_GROUP = "its process trains together with others, which a replay would block"
-
-NO_TIME = "its replays take more of the run's time than ampdbg uses"
-
-MODULES_FINITE = "every module output is finite, and the script's own code after them could not be replayed: {}"
 
 ENDED_EARLIER = "the script ended before its loss"
 
@@ -95,14 +77,7 @@ NOT_IN_FP32 = "its modules give inf or NaN in FP32 too, which it may want, and t
 NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0"
 """The note on a requested step that the script never reached."""
 
-BEGAN_SPOILT = (
-    "its buffer {} held inf or NaN before it, from an earlier step; ampdbg run --capture-step {} replays the "
-    "step before it"
-)
-
-NO_GRADIENTS = "in FP32 its losses give no weight of a module a gradient other than zero"
 WITHIN_A_PASS = "its optimizer steps within the backward pass, which a replay would disturb"
-RECORDED = "it runs a recorded CUDA graph, which runs in no other precision"
 
 
 class Policy:
@@ -364,8 +339,7 @@ class FailingSteps:
         if made.is_of_others or ((settles(made) or is_alike) and not self.captures.is_wanted):
             self.captures.drop(live.facts.step)
         if not (made.reproduced or made.is_of_others):
-            is_whole = live.recorded.reach == "whole"
-            raise NotReplayableError(REPLAY_IS_FINITE if is_whole else MODULES_FINITE.format(live.why_no_further))
+            raise NotReplayableError(_why_finite(live))
         if made.reproduced and (is_alike or made.low.error) and not is_blamed(made):
             raise NotReplayableError(made.low.error or NOT_IN_FP32)
         self.found[:] = kept([*self.found, made])
@@ -396,7 +370,10 @@ class FailingSteps:
         step, why_no_further = _recorded(whole, modules, why, is_cut=is_cut)
         spoilt = next((name for name, _ in nonfinite(before.changing(step.state))), "")
         if spoilt and why != "end":
-            raise NotReplayableError(BEGAN_SPOILT.format(spoilt, number - 1))
+            raise NotReplayableError(
+                f"its buffer {spoilt} held inf or NaN before it, from an earlier step; ampdbg run --capture-step "
+                f"{number - 1} replays the step before it"
+            )
         if why == "loss" and step.scales_gradients:
             why = "gradients"  # the script's own loss scale may make the loss non-finite
         losses, scaler = watcher.open_step.backward_losses, watcher.open_step.scaler
@@ -422,7 +399,7 @@ class FailingSteps:
             ("its model is not known", next(model.parameters(), None) is None),
             ("the dtype of autocast is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
-            (RECORDED, bool(recorded_graphs(model))),
+            ("it runs a recorded CUDA graph, which runs in no other precision", bool(recorded_graphs(model))),
             (WITHIN_A_PASS, is_in_backward()),
         )
         return next((reason for reason, holds in reasons if holds), "")
@@ -468,10 +445,10 @@ class FailingSteps:
         if not (self._policy.compares(place) and self._watcher.open_step.is_known_finite()):
             return False
         reasons = (
-            (REPLAYS_DISABLED, not self._investigates),
-            (IN_GROUP, is_in_group()),
+            ("--no-investigate allows no replay", not self._investigates),
+            ("its process trains together with others, which a replay would block", is_in_group()),
             (WITHIN_A_PASS, is_in_backward()),
-            (NO_TIME, not self._policy.has_time),
+            ("its replays take more of the run's time than ampdbg uses", not self._policy.has_time),
         )
         why_not = next((why for why, holds in reasons if holds), "")
         if why_not:
@@ -496,7 +473,7 @@ class FailingSteps:
             self._policy.still_compares(place)
             raise
         if hooks_half_weights(live.recorded.model):
-            raise NotReplayableError(HALF_BY_HOOKS)
+            raise NotReplayableError("its half weights have a wrapper's hooks, which a replay in FP32 would take away")
         made = live.investigated()
         if not is_finite(made.low):  # a failing step, which is investigated as such
             self._policy.still_compares(live.facts.optimizer)
@@ -505,8 +482,12 @@ class FailingSteps:
             raise NotReplayableError(_why_not_judged(made))
         record = self._watcher.record()
         fault = HiddenFault(made, replace(record, steps=live.facts.before(record.steps)))
-        if fault.has_grown_or_risen or not made.reference.grad_norm:
-            raise NotReplayableError(THROWN if fault.has_grown_or_risen else NO_GRADIENTS)
+        if fault.has_grown_or_risen:
+            raise NotReplayableError(
+                "its weights or earlier losses have grown as under a learning rate that is too large"
+            )
+        if not made.reference.grad_norm:
+            raise NotReplayableError("in FP32 its losses give no weight of a module a gradient other than zero")
         if fault.is_fault and self.captures.are_wanted:
             self._capture(live)
         self.found[:] = kept([*self.found, made])
@@ -624,11 +605,19 @@ def settles(made: Investigation) -> bool:
     return made.why == "gradients" and is_finite(made.fp32) and survivor(made) is not None
 
 
+def _why_finite(live: LiveStep) -> str:
+    """Return what a finite replay says of a step that failed."""
+    if live.recorded.reach == "whole":
+        return "its replay is finite"
+    own_code = "the script's own code after them could not be replayed"
+    return f"every module output is finite, and {own_code}: {live.why_no_further}"
+
+
 def _why_not_judged(made: Investigation) -> str:
     """Return why a comparison with FP32 shows nothing."""
     if made.reference.error:
-        return FP32_RAISED.format(made.reference.error)
-    return REPLAY_LOSS_DIFFERS.format(number(made.loss), number(made.low.loss))
+        return f"its replay in FP32 failed: {made.reference.error}"
+    return f"its loss was {number(made.loss)}, and its replay has {number(made.low.loss)}"
 
 
 def explains_itself(watcher: Watch, error: BaseException | None) -> bool:
