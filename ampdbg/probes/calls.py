@@ -208,16 +208,11 @@ class Calls:
         except Exception as error:
             self.failed(error)
             raise
-        written, added = [], []
-        for place, (marks, state) in enumerate(zip(self._marks, before, strict=False)):
+        for marks in (*self._marks, *(marks for _, marks, _ in originals)):
             marks.renew()
-            if marks.noted != state:
-                written.append(place)
-                if place in filled and marks.have_grown(state):
-                    added.append(place)
-        copied = [place for place, marks, state in originals if marks.now() != state]
-        for _, marks, _ in originals:
-            marks.renew()
+        written = [place for place, state in enumerate(before) if self._marks[place].noted != state]
+        added = [place for place in written if place in filled and self._marks[place].have_grown(before[place])]
+        copied = [place for place, marks, state in originals if marks.noted != state]
         gone = tuple(place for place in (*rewritten, *cleared) if place not in moved)
         self.last_pass_places = (*written, *copied), gone
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
