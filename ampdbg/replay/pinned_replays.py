@@ -156,8 +156,7 @@ class PinnedReplays:
         return self._replay(FP32, SampleTrace), self._replay(self._floor.manner, SampleTrace)
 
     def _sampled(self, pins: Sequence[str]) -> Replayed:
-        with self._run.pinned(pins):
-            return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
+        return self._at_scale(pins, self.scale, SampleTrace)
 
     def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
         step = self.failing.snapshot

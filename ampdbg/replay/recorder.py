@@ -785,7 +785,7 @@ class Recorder(TorchFunctionMode):
         if any(made is None for made, _ in losses):
             why = TOO_LARGE if self._now.has_dropped else NOT_ALL_SEEN
             raise NotReplayableError(self._compiles or why)
-        calls = self._calls_for(optimizers)
+        calls = _Calls(self, optimizers)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
             raise NotReplayableError(OF_SCALED)
@@ -805,7 +805,7 @@ class Recorder(TorchFunctionMode):
             NotReplayableError: no module call can be replayed.
         """
         self._off()
-        calls = self._calls_for(optimizers)
+        calls = _Calls(self, optimizers)
         wanted = set[int]()
         called = {number: module for number, call in self._now.calls.items() if (module := call.module) is not None}
         for number, module in called.items():
@@ -813,8 +813,7 @@ class Recorder(TorchFunctionMode):
             is_got_over = not call.has_returned and number != max(self._now.calls)
             has_data = bool(call.reads) or next(module.parameters(), None) is not None
             if has_data and not is_got_over and not calls.why_not(number):
-                output = Made(number, "")
-                wanted |= calls.leading_to(output)
+                wanted |= calls.leading_to(Made(number, ""))
             if len(wanted & called.keys()) >= most:
                 break
         read = set().union(*(self._now.calls[number].reads for number in wanted))
@@ -850,10 +849,6 @@ class Recorder(TorchFunctionMode):
             tuple(self.before.state(module, numbers) for module in beside),
         )
 
-    def _calls_for(self, optimizers: Sequence[Optimizer]) -> _Calls:
-        now = self._now
-        return _Calls(now.calls, now.changed, self._weights_written(optimizers), self._copied, self.before)
-
     def _weights_written(self, optimizers: Sequence[Optimizer]) -> dict[int, int]:
         """Return the number of the last step that wrote each weight, by ``id``."""
         written: dict[int, int] = {}
@@ -867,17 +862,11 @@ class Recorder(TorchFunctionMode):
 class _Calls:
     """The recorded calls as a graph: finds the calls that a loss needs, and why a call cannot be replayed."""
 
-    def __init__(
-        self,
-        calls: Mapping[int, RecordedCall],
-        changed: Mapping[int, Sequence[int]],
-        written: Mapping[int, int],
-        copied: set[tuple[Line | None, str]],
-        before: EarlierStates,
-    ) -> None:
-        self.calls: dict[int, RecordedCall] = dict(calls)
-        self._changed, self._written, self._copied, self._before = changed, written, copied, before
-        self._latest = max((one.steps for one in calls.values()), default=0)
+    def __init__(self, recorder: Recorder, optimizers: Sequence[Optimizer]) -> None:
+        self.calls: dict[int, RecordedCall] = dict(recorder._now.calls)
+        self._changed, self._written = recorder._now.changed, recorder._weights_written(optimizers)
+        self._copied, self._before = recorder._copied, recorder.before
+        self._latest = max((one.steps for one in self.calls.values()), default=0)
         self._whys: dict[int, str] = {}
 
     def end(self, made: Made, start: torch.Tensor | None) -> Made:
