@@ -200,7 +200,7 @@ class Recorder(TorchFunctionMode):
         self._steps, self._stepped = 0, dict[int, int]()
         self._stepped_before = dict[int, int]()
         """The previous entry in ``_stepped`` of each optimizer that has stepped since the last backward pass."""
-        self._doubtful: tuple[int, Callable[[bool], None]] | None = None
+        self._doubtful: tuple[int, Callable[[], None]] | None = None
         self._copied: set[tuple[Line | None, str]] = set()
         self._scaling: set[int] = set()
         self._compiles = ""
@@ -513,9 +513,8 @@ class Recorder(TorchFunctionMode):
     def _add_losses(self, roots: Sequence[Any], starts: Sequence[Any]) -> None:
         now = self._now
         if self._doubtful is not None:
-            (number, on_decided), self._doubtful = self._doubtful, None
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
-            on_decided(number in _dependencies_of(now.calls, (made.call for made in makers if made is not None)))
+            self.give_up_loss(but=_dependencies_of(now.calls, (made.call for made in makers if made is not None)))
         if now.has_stepped or now.is_stepping:  # is_stepping: an optimizer runs its closure again for new weights
             now.losses.clear()
             now.has_stepped = now.has_dropped = False
@@ -730,10 +729,16 @@ class Recorder(TorchFunctionMode):
                 return loss
         return None
 
-    def watch_given_up_loss(self, loss: torch.Tensor, on_decided: Callable[[bool], None]) -> None:
-        """Let the next backward pass call ``on_decided``: True if it includes the loss, False if it was given up."""
+    def watch_given_up_loss(self, loss: torch.Tensor, on_given_up: Callable[[], None]) -> None:
+        """Let the next backward pass call ``on_given_up`` unless it includes the loss."""
         made = self._maker(loss)
-        self._doubtful = None if made is None else (made.call, on_decided)
+        self._doubtful = (-1 if made is None else made.call), on_given_up
+
+    def give_up_loss(self, but: Collection[int] = ()) -> None:
+        """Report the loss of :meth:`watch_given_up_loss` as given up, unless its call is in ``but``."""
+        doubtful, self._doubtful = self._doubtful, None
+        if doubtful is not None and doubtful[0] not in but:
+            doubtful[1]()
 
     def awaits_decision(self, loss: torch.Tensor) -> bool:
         """True if the report of :meth:`watch_given_up_loss` is still due for this loss, or a value that led to it."""

@@ -218,7 +218,6 @@ class FailingSteps:
         """Maps each optimizer to the reason why its latest due comparison with FP32 showed nothing, or ""."""
         self.why_ended = ""
         """How the script ended within a step, if replays do not show why."""
-        self._given_up: float | None = None
         self._looked_at, self._stepping = -1, set[int]()
         self._owner = os.getpid()
 
@@ -245,22 +244,16 @@ class FailingSteps:
         loss = self.recorder.lost_loss
         if loss is None or self.recorder.awaits_decision(loss):
             return
-        self._count_given_up()
+        self.recorder.give_up_loss()
         self._watcher.learn()
         self._fails("loss", None, loss)
-        self._given_up = float(loss.detach())
-        self.recorder.watch_given_up_loss(loss, lambda is_part: self._count_given_up(is_part=is_part))
+        value, log = float(loss.detach()), self._watcher.log
+        self.recorder.watch_given_up_loss(loss, lambda: log.end_without_backward(value, is_skipped=True))
 
     def _on_given_up_pass(self) -> None:
         """Handle a lost loss that the loop has discarded: its gradients are cleared and a later pass has run."""
         with self.recorder.without_the_last_pass():
             self._fails("loss", None)
-
-    def _count_given_up(self, *, is_part: bool = False) -> None:
-        """Close the step that the loop has discarded, if any. Part of a larger loss is not a step."""
-        value, self._given_up = self._given_up, None
-        if value is not None and not is_part:
-            self._watcher.log.end_without_backward(value, is_skipped=True)
 
     def _fails(
         self, why: Why, optimizer: Optimizer | None, loss: torch.Tensor | None = None, *, may_settle: bool = False
@@ -521,7 +514,7 @@ class FailingSteps:
         with contextlib.suppress(KeyboardInterrupt):
             loss = self.recorder.lost_loss
             if loss is None or not self.recorder.awaits_decision(loss):
-                self._count_given_up()
+                self.recorder.give_up_loss()
             if not self.recorder.is_under_way:
                 self._ended_after_backward(is_cut=bool(ending.code))
                 self._ended_between_steps()
