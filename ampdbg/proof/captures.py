@@ -174,7 +174,7 @@ def _bisected(taken: RestoredStep, job: CaptureJob, observer: Observer) -> Sugge
 
 def _why_no_patch(taken: RestoredStep) -> str:
     """Return the reason why the step's half computations cannot be patched, or ""."""
-    is_lowered = any(taken.recorded.device in call.lowers for call in taken.recorded.calls.values())
+    is_lowered = any(taken.run.device.type in call.lowers for call in taken.recorded.calls.values())
     dtypes = {parameter.dtype for parameter in taken.run.workload.model.parameters()}
     half = [str(dtype).removeprefix("torch.") for dtype in HALVES if dtype in dtypes]
     return "" if is_lowered or not half else OUTSIDE_OF_AUTOCAST.format(half[0])

@@ -762,7 +762,6 @@ class Recorder(TorchFunctionMode):
         self,
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
-        device: str,
         loss: torch.Tensor | None = None,
         of: Collection[int] = (),
         scale: float = math.nan,
@@ -773,7 +772,6 @@ class Recorder(TorchFunctionMode):
         Args:
             model: the model that the step trains.
             optimizers: the optimizers of the loop.
-            device: the type of the device; only its autocast counts.
             loss: a loss computed since the last backward pass.
             of: the positions of the optimizers of the wanted losses; all losses if empty.
             scale: the loss scale of the scaler.
@@ -796,12 +794,10 @@ class Recorder(TorchFunctionMode):
             raise NotReplayableError(OF_SCALED)
         unscaled, scales = zip(*(calls.unscaled(made, own_scale) for made in ends), strict=True)
         is_scaled_alike = len({*scales}) == 1 and not self._now.scaled  # beside a scaler, a factor is a loss weight
-        step = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model, device)
+        step = self._made(calls, calls.parts_of(unscaled if is_scaled_alike else ends), model)
         return replace(step, own_scale=scales[0]) if is_scaled_alike else step
 
-    def modules(
-        self, model: torch.nn.Module, optimizers: Sequence[Optimizer], device: str, most: int = MOST_CALLS
-    ) -> RecordedStep:
+    def modules(self, model: torch.nn.Module, optimizers: Sequence[Optimizer], most: int = MOST_CALLS) -> RecordedStep:
         """Return at most ``most`` module calls since the last optimizer step, and the calls that compute their inputs.
 
         The step ends at the last modules: it excludes what the script computes from their outputs.
@@ -826,12 +822,12 @@ class Recorder(TorchFunctionMode):
         if not ends:
             raise NotReplayableError(next(filter(None, map(calls.why_not, self._now.calls)), NOT_ALL_SEEN))
         part = wanted, tuple(Made(number, "") for number in ends)
-        step = self._made(calls, [part], model, device)
+        step = self._made(calls, [part], model)
         cut = {n: replace(step.calls[n], function=PassEnd(step.calls[n].function)) for n in ends}
         return replace(step, calls={**step.calls, **cut}, reach="modules")
 
     def _made(
-        self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module, device: str
+        self, calls: _Calls, parts: Sequence[tuple[set[int], tuple[Made, ...]]], model: torch.nn.Module
     ) -> RecordedStep:
         numbers = sorted(set().union(*(part for part, _ in parts)))
         if not all(calls.takes_only_trained_outside_values(number, model) for number in numbers):
@@ -848,7 +844,6 @@ class Recorder(TorchFunctionMode):
         return RecordedStep(
             {n: calls.call(n) for n in numbers},
             {min(part): losses for part, losses in parts},
-            device,
             given,
             state,
             tuple(self.before.state(module, numbers) for module in beside),

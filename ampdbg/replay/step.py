@@ -232,7 +232,6 @@ class RecordedStep:
 
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]
-    device: str
     given: tuple[CallArguments, ...] = field(repr=False)
     state: ModelState = field(repr=False)
     beside: tuple[ModelState, ...] = field(default=(), repr=False)
@@ -254,15 +253,15 @@ class RecordedStep:
 
         Under autocast, exactly the calls that ran under autocast in the step do so again.
         """
-        results: dict[int, Any] = {}
+        results, device_type = dict[int, Any](), self.device.type
         torch.clear_autocast_cache()  # it may hold casts of the weights of another replay
         for number, (args, kwargs) in given.items():
             call = self.calls[number]
             is_pinned = number in in_fp32
             found = Copying(lambda value: self._found(value, results, scale, is_pinned=is_pinned))  # noqa: B023 - used at once
-            is_lowered = self.device in call.lowers and not is_pinned
+            is_lowered = device_type in call.lowers and not is_pinned
             with (
-                contextlib.nullcontext() if is_lowered else torch.autocast(self.device, enabled=False),
+                contextlib.nullcontext() if is_lowered else torch.autocast(device_type, enabled=False),
                 lifted("float32") if is_pinned else contextlib.nullcontext(),  # for code that casts to half itself
             ):
                 again = found.of((args, kwargs))
@@ -290,11 +289,16 @@ class RecordedStep:
         """The model that the step trains."""
         return self.state.model
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
     def run(
         self, optimizers: Sequence[torch.optim.Optimizer], half: Half | None, clip_grad_norm: float | None = None
     ) -> Run:
         """Return a run of this step under autocast to ``half``, with gradients clipped to ``clip_grad_norm``."""
-        share, device = len(self.given), next(self.model.parameters()).device
+        share, device = len(self.given), self.device
         tail = Tail(self.lines)
 
         def losses(batch: Any, index: int) -> torch.Tensor:

@@ -215,33 +215,33 @@ class Capture:
         """Return the random state of the process after the step's backward pass."""
         return unpacked_random_state(self.head.random_state, Unpacking(self, device))
 
-    def why_unlike(self, live: RecordedStep, device: torch.device) -> Difference | None:
+    def why_unlike(self, live: RecordedStep) -> Difference | None:
         """Return why a step with the same call names is a different step, or None if it is not."""
         try:
-            self.step(live, device)
+            self.step(live)
         except CaptureError as error:
             is_other = isinstance(error.__cause__, UnlikeCallError)
             return Difference(len(live.calls), first_line(error).removeprefix(f"{self.path}: ")) if is_other else None
         return None
 
-    def step(self, live: RecordedStep, device: torch.device) -> RecordedStep:
+    def step(self, live: RecordedStep) -> RecordedStep:
         """Return the captured step, built from a live step with the same calls.
 
         Raises:
             CaptureError: a call's argument was not captured, and the live step has no counterpart.
         """
         match = Match(self.head, live)
-        unpacking = _GivenAgain(self, match, device)
+        unpacking, device_type = _GivenAgain(self, match, live.device), live.device.type
         calls, given = dict(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         # If the script uses autocast at all, it decides which calls run under it: a patch may have disabled it.
-        is_off = not any(live.device in live.calls[number].lowers for number in match.own)
-        lowered = {live.device: torch.float16}  # of any dtype: the run has its own
+        is_off = not any(device_type in live.calls[number].lowers for number in match.own)
+        lowered = {device_type: torch.float16}  # of any dtype: the run has its own
         for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
             calls[number] = replace(
                 call,
-                lowers=lowered if captured.lowers and (is_off or live.device in call.lowers) else {},
+                lowers=lowered if captured.lowers and (is_off or device_type in call.lowers) else {},
                 has_gradients=captured.has_gradients,
                 random_state=states[captured.random_state],
                 training=captured.training,
@@ -591,7 +591,7 @@ def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
     for number, call in recorded.calls.items():
         if not states or call.random_state.others(states[-1]):  # calls between two draws share one state
             states.append(call.random_state)
-        name, is_lowered = name_of(call, paths), recorded.device in call.lowers
+        name, is_lowered = name_of(call, paths), recorded.device.type in call.lowers
         given, of = packing.of(list(recorded.arguments[number])), len(states) - 1
         calls.append(CapturedCall(name, given, is_lowered, call.has_gradients, of, call.training))
     own = recorded.state.packed()
@@ -599,7 +599,7 @@ def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
     beside = {at: state.packed(f"attribute.{at}") for state in recorded.beside for at in [first[id(state.model)]]}
     head = Head(
         **vars(live.facts),
-        device=str(next(model.parameters()).device),
+        device=str(recorded.device),
         start=start,
         calls=tuple(calls),
         parts=tuple(tuple(places[number] for number in sorted(part)) for part in recorded.given),

@@ -351,13 +351,12 @@ class FailingSteps:
         watcher, before = self._watcher, self.recorder.before
         watcher.optimizers.adopt(self.recorder.trained)
         model = watcher.models.as_one_module()
-        device = next((parameter.device for parameter in model.parameters()), torch.device("meta"))
-        half = self._half(model, device)
+        half = self._half(model)
         why_not = self._why_not_now(model, half)
         if why_not:
             raise NotReplayableError(why_not)
         of = next((one.optimizer for one in watcher.steps if one.step == number), watcher.open_step.optimizer or 0)
-        scale, of_loop = self._scale(of), (model, tuple(watcher.optimizers), device.type)
+        scale, of_loop = self._scale(of), (model, tuple(watcher.optimizers))
         whole = partial(self.recorder.step, *of_loop, loss, watcher.stepping, scale, self._own_scale)
         modules = partial(self.recorder.modules, *of_loop)
         step, why_no_further = _recorded(whole, modules, why, is_cut=is_cut)
@@ -397,9 +396,10 @@ class FailingSteps:
         )
         return next((reason for reason, holds in reasons if holds), "")
 
-    def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
+    def _half(self, model: torch.nn.Module) -> Half | None:
         """Return the half dtype that autocast uses, that the weights have, that earlier losses' graphs held, or that
         autocast uses inside a module."""
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         dtypes = [self.recorder.autocast_dtype(device.type), *{parameter.dtype for parameter in model.parameters()}]
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
         names += sorted(self._watcher.calls.lowered)

@@ -232,16 +232,16 @@ class _StepFinder:
         self.watcher.learn()
         self.watcher.optimizers.adopt(self.recorder.trained)
         model, optimizers = self.watcher.models.as_one_module(), tuple(self.watcher.optimizers)
-        device, head = _device_type(model), self._capture.head
+        head = self._capture.head
         try:
             if head.reach == "whole":
                 stepping, scale = self.watcher.stepping, float(self.watcher.open_step.loss_scale())
                 known = 1.0 if head.scaler_number else head.scale
-                recorded = self.recorder.step(model, optimizers, device, loss, stepping, scale, known)
+                recorded = self.recorder.step(model, optimizers, loss, stepping, scale, known)
             else:
                 most = sum(call.training is not None for call in head.calls)  # only calls of modules have this flag
-                recorded = self.recorder.modules(model, optimizers, device, most)
-            different = Match(head, recorded).why_not() or self._capture.why_unlike(recorded, torch.device(device))
+                recorded = self.recorder.modules(model, optimizers, most)
+            different = Match(head, recorded).why_not() or self._capture.why_unlike(recorded)
         except NotReplayableError as reason:
             different = Difference(0, str(reason))
         if different is None:
@@ -256,7 +256,7 @@ class _StepFinder:
             os.chdir(self._folder)  # the script may work in a folder that it made, which is removed next
         self.files.remove_new()  # the script never continues, and a proof that restarts it must find the same files
         # The script may be inside an autocast region, as at the next pass of an accumulation.
-        outside = torch.autocast(recorded.device, enabled=False)
+        outside = torch.autocast(recorded.device.type, enabled=False)
         try:
             with self.watcher.paused(), torch.enable_grad(), outside:
                 step: RestoredStep | CaptureError
@@ -271,10 +271,10 @@ class _StepFinder:
             self._is_over.set()
 
     def _restored(self, recorded: RecordedStep) -> RestoredStep:
-        capture, optimizers, model = self._capture, tuple(self.watcher.optimizers), recorded.model
-        device = next(model.parameters()).device
+        capture, optimizers = self._capture, tuple(self.watcher.optimizers)
+        model, device = recorded.model, recorded.device
         notes = capture.put_into(model, optimizers)
-        captured = replace(capture.step(recorded, device), state=capture.state(model))
+        captured = replace(capture.step(recorded), state=capture.state(model))
         stepping = self.watcher.optimizers.stepping_with(capture.head.optimizer, capture.record.steps)
         run = captured.run(stepping, capture.head.half, self.watcher.calls.clip_grad_norm)
         run = replace(run, makings=self.makings, names=self._names.seen)
@@ -288,10 +288,6 @@ class _StepFinder:
             unseen=Unseen(notes=(*before.unseen.notes, *notes)),
         )
         return RestoredStep(run, captured, snapshot, capture, record)
-
-
-def _device_type(model: torch.nn.Module) -> str:
-    return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
 def _of_capture(capture: Capture) -> Record:

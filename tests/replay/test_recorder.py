@@ -444,7 +444,7 @@ class NotedCall:
         return original(*args, **kwargs)
 
     def step(self) -> RecordedStep:
-        return self.recorder.step(self.model, self.optimizers, "cpu", scale=4.0)
+        return self.recorder.step(self.model, self.optimizers, scale=4.0)
 
     def again(self) -> RecordedStep:
         """The whole step, with the model restored to its state before the step."""
@@ -641,7 +641,7 @@ def test_an_input_changed_in_place_is_refused_by_name_and_copied_from_then_on(wh
 
     def look(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         try:
-            step = recorder.step(model, (optimizer,), "cpu")
+            step = recorder.step(model, (optimizer,))
         except NotReplayableError as reason:
             found.append(str(reason))
             return
@@ -728,7 +728,7 @@ def test_the_script_can_leave_its_torch_function_mode_at_any_time(leaves: str, m
             if leaves == "behind":
                 own.close()
     assert (nn.Module.__call__, torch._C._len_torch_function_stack()) == (call, before)
-    step = recorder.step(model, (), "cpu")
+    step = recorder.step(model, ())
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
@@ -743,7 +743,7 @@ def test_the_default_device_can_be_set_and_reset_while_a_step_is_recorded() -> N
         torch.set_default_device(None)
         loss.backward()
     assert torch._C._len_torch_function_stack() == before
-    assert recorder.step(model, (), "cpu").reach == "whole"
+    assert recorder.step(model, ()).reach == "whole"
 
 
 def test_a_running_average_and_kept_graphs_do_not_make_recorded_steps_grow() -> None:
@@ -758,7 +758,7 @@ def test_a_running_average_and_kept_graphs_do_not_make_recorded_steps_grow() -> 
             optimizer.zero_grad()
             loss.backward(retain_graph=True)
             calls.append(len(recorder.called))
-            step = recorder.step(model, (optimizer,), "cpu")
+            step = recorder.step(model, (optimizer,))
             assert torch.equal(step.loss(step.given[0]), loss)
             calls.append(len(step.calls))
             optimizer.step()
@@ -785,7 +785,7 @@ def test_each_thread_has_its_own_recorded_step() -> None:
         loss = output.square().mean() * (number + 1)
         barrier.wait()
         loss.backward()
-        step = recorder.step(models[number], (), "cpu")
+        step = recorder.step(models[number], ())
         step.state.held.restore()
         barrier.wait()
         found[number] = loss, step
@@ -797,7 +797,7 @@ def test_each_thread_has_its_own_recorded_step() -> None:
         for thread in threads:
             thread.join()
         with pytest.raises(NotReplayableError, match="no loss went backward in it"):
-            recorder.step(models[0], (), "cpu")
+            recorder.step(models[0], ())
     for loss, step in found.values():
         assert torch.equal(step.loss(step.given[0]), loss)
 
@@ -854,7 +854,7 @@ def test_a_validation_that_gathers_predictions_keeps_few_batches_alive(
         with torch.enable_grad():
             loss = (model(x()) * gathered[-1]).mean() + gathered[0].mean()
             loss.backward()
-        step = recorder.step(model, (), "cpu")
+        step = recorder.step(model, ())
     assert [call.function is model for call in step.calls.values()].count(True) == 2  # the first result became data
     assert torch.equal(step.loss(step.given[0]), loss)
 
@@ -876,11 +876,11 @@ def test_a_step_with_too_many_micro_batches_is_too_large_and_keeps_few_alive(mon
         train(100)
         assert 10 <= sum(batch() is not None for batch in batches) <= 12
         with pytest.raises(NotReplayableError, match=recorders.TOO_LARGE):
-            recorder.step(model, [optimizer], "cpu")
-        assert recorder.modules(model, [optimizer], "cpu").reach == "modules"
+            recorder.step(model, [optimizer])
+        assert recorder.modules(model, [optimizer]).reach == "modules"
         optimizer.step()
         loss = train(5)
-        step = recorder.step(model, [optimizer], "cpu")
+        step = recorder.step(model, [optimizer])
         step.state.held.restore()
         assert torch.equal(step.loss(list(step.given)[-1]), loss)
 
@@ -904,7 +904,7 @@ def test_a_tensor_written_row_by_row_replays_with_its_contents_at_each_call() ->
             rows[row] = x(row)[0]
             loss = loss + model(rows.clone()).mean()
         loss.backward()
-        step = recorder.step(model, (), "cpu")
+        step = recorder.step(model, ())
     assert torch.equal(step.loss(step.given[0]), loss)
 
 
@@ -937,7 +937,7 @@ def trained(model: nn.Module, steps: int, loss_of: Callable[[int], torch.Tensor]
     def look(stepped: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         if stepped is not optimizer:
             return
-        step = recorder.step(model, (optimizer,), "cpu")
+        step = recorder.step(model, (optimizer,))
         now, after = RandomState.now(), ModelState.now(model)
         with PAUSE:
             step.state.held.restore()
@@ -984,7 +984,7 @@ def test_a_buffer_first_written_late_is_copied_from_the_second_such_call() -> No
                 if number < asked:
                     optimizer.step()
             try:
-                recorder.step(model, (optimizer,), "cpu")
+                recorder.step(model, (optimizer,))
                 why_nots.append("")
             except NotReplayableError as reason:
                 why_nots.append(str(reason))
@@ -1019,7 +1019,7 @@ def test_parameters_written_in_forward_are_refused_by_name_until_copied(how: str
     def look(*_: Any) -> None:
         after = [weight.clone() for weight in model.parameters()]
         try:
-            step = recorder.step(model, (optimizer,), "cpu")
+            step = recorder.step(model, (optimizer,))
         except NotReplayableError as reason:
             refused.append(str(reason))
             return
@@ -1093,7 +1093,7 @@ class Net(nn.Module):
 
 def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.Tensor]:
     """The modules alone, and the number that is computed from their outputs."""
-    step = recorder.modules(model, (), "cpu")
+    step = recorder.modules(model, ())
     assert step.reach == "modules"
     with PAUSE:
         return step, step.loss(step.given[0])
@@ -1143,7 +1143,7 @@ def test_steps_with_inference_mode_inputs_or_complex_outputs_are_replayed() -> N
             loss = model(value).abs().sum()
             assert modules(recorder, model)[1].isfinite()
             loss.backward()
-            step = recorder.step(model, (), "cpu")
+            step = recorder.step(model, ())
             with PAUSE:
                 assert torch.equal(step.loss(step.given[-1]), loss)
 
@@ -1178,7 +1178,7 @@ def test_a_nonfinite_loss_without_backward_is_known_while_the_script_holds_it() 
     with Recorder(PAUSE) as recorder:
         loss = model(x()).sum() * math.inf
         assert recorder.lost_loss is loss
-        step = recorder.step(model, (), "cpu", loss)
+        step = recorder.step(model, (), loss)
         assert not step.loss(step.given[0]).isfinite()
         del loss
         assert recorder.lost_loss is None
