@@ -379,15 +379,19 @@ class Match:
         """Maps the number of each needed call that is not a cast to its place among the captured calls."""
         self._is_as_long = len(numbers) == len(places)
 
-    def why_not(self) -> Difference | None:
-        """Return how the step's calls differ from the captured calls, or None if they match."""
+    def differences(self) -> Iterator[Difference]:
+        """Yield how the step differs from the captured one: call by call, and then as a whole."""
         paths = paths_in(self._recorded.model)
         for number, place in self.own.items():
             now, then = name_of(self._recorded.calls[number], paths), self._captured[place].name
             if now != then:
-                return Difference(place, f"call {place + 1} is a call of {now}, and was one of {then}")
-        reason = self._unlike_as_a_whole()
-        return Difference(len(self.own), reason) if reason else None
+                yield Difference(place, f"call {place + 1} is a call of {now}, and was one of {then}")
+        if not self._is_as_long:
+            calls = f"it makes {len(self._recorded.calls)} calls, and the captured one {len(self._captured)}"
+            yield Difference(len(self.own), calls)
+        parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
+        if parts != [[place for place in part if place not in self._left_out] for part in self._parts]:
+            yield Difference(len(self.own), "its calls lead to other losses")
 
     def source(self, value: Any) -> tuple[Any, int | None]:
         """Trace an argument of the step back through casts. Return its source and the earliest cast, or None."""
@@ -404,15 +408,6 @@ class Match:
             place = place_of(packed)
             packed = self._captured[place].first_argument
         return packed
-
-    def _unlike_as_a_whole(self) -> str:
-        """Return how the whole step differs although each of its calls matches."""
-        if not self._is_as_long:
-            return f"it makes {len(self._recorded.calls)} calls, and the captured one {len(self._captured)}"
-        parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._recorded.given]
-        if parts != [[place for place in part if place not in self._left_out] for part in self._parts]:
-            return "its calls lead to other losses"
-        return ""
 
 
 CASTING = CAST_METHODS | {"to", "type", "type_as"}
@@ -498,10 +493,6 @@ class Captures:
         """True if captures are allowed. A user who allows none needs no note that one was not written."""
         return self._most > 0
 
-    def has(self, step: int) -> bool:
-        """True if the step with this number was captured."""
-        return step in self._paths
-
     def drop(self, step: int) -> None:
         """Remove the capture of the step with this number, if there is one."""
         if step in self._paths:
@@ -514,7 +505,7 @@ class Captures:
 
     def begins(self, step: int) -> None:
         """Prepare for the step with this number, which is about to begin. A captured step ends a request."""
-        self.is_wanted = step == self.wanted > 0 or (self.is_wanted and not self.has(step - 1))
+        self.is_wanted = step == self.wanted > 0 or (self.is_wanted and step - 1 not in self._paths)
 
     def cannot(self, step: int, why: str) -> None:
         """Record why a step could not be captured."""
@@ -534,7 +525,7 @@ class Captures:
 
     def _write(self, live: LiveStep) -> None:
         step = live.facts.step
-        if len(self._paths) >= self._most and not self.has(step):
+        if len(self._paths) >= self._most and step not in self._paths:
             raise CaptureError(f"at most {counted(self._most, 'capture')} a run; allow more with --max-captures")
         content = content_of(live, self.start, self._largest)
         begin, end = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}", of_rank(f"step-{step}", self.start.rank)

@@ -241,7 +241,7 @@ class _StepFinder:
             else:
                 most = sum(call.training is not None for call in head.calls)  # only calls of modules have this flag
                 recorded = self.recorder.modules(model, optimizers, most)
-            different = Match(head, recorded).why_not() or self._capture.why_unlike(recorded)
+            different = next(Match(head, recorded).differences(), None) or self._capture.why_unlike(recorded)
         except NotReplayableError as reason:
             different = Difference(0, str(reason))
         if different is None:
