@@ -226,9 +226,9 @@ class NotReplayableError(AmpdbgError):
 @dataclass(frozen=True)
 class RecordedStep:
     """The calls of a step by number, in order. ``given`` has one entry for each part. ``losses`` has the losses of each
-    part by the number of its first call. ``state`` is the model's before the step, and ``beside`` that of called
-    modules outside the model, such as a loss with a running mean. ``own_scale`` is the loss scale that the script put
-    into the losses outside of the calls."""
+    part by the number of its first call. ``state`` is the model's before the step. ``beside`` is that of called modules
+    outside the model, such as a loss with a running mean. ``own_scale`` is the loss scale that the script put into the
+    losses outside of the calls."""
 
     calls: Mapping[int, RecordedCall]
     losses: Mapping[int, tuple[Made, ...]]

@@ -372,15 +372,15 @@ class FailingSteps:
         sizes = before.rewritten(step.state, step.calls)
         rewritten = {name: size for name, size in sizes.items() if not size < FLOAT16.overflow_threshold}
         facts = StepFacts(
-            number,
-            scale * step.own_scale,
-            sum(map(float, losses)) / step.own_scale if losses else math.nan,
-            why,
-            half,
-            step.reach,
-            watcher.optimizers.weights_grew,
-            0 if scaler is None else watcher.calls.number_of(scaler),
-            of,
+            step=number,
+            scale=scale * step.own_scale,
+            loss=sum(map(float, losses)) / step.own_scale if losses else math.nan,
+            why=why,
+            half=half,
+            reach=step.reach,
+            weights_grew=watcher.optimizers.weights_grew,
+            scaler_number=0 if scaler is None else watcher.calls.number_of(scaler),
+            optimizer=of,
         )
         return LiveStep(facts, watcher, step, why_no_further, rewritten)
 
