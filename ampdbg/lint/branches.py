@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from ampdbg.lint.document import FUNCTIONS, LOOPS
+from ampdbg.source.document import FUNCTIONS, LOOPS
 
 EventT = TypeVar("EventT")
 BranchEnd = Literal["", "continue", "break", "leave"]

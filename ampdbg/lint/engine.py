@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.lint.document import Document
 from ampdbg.lint.facts import USES_HALF, Facts
 from ampdbg.lint.fixes import edits_f_string, fixed
 from ampdbg.lint.rule import Rule, RuleHit
@@ -27,6 +26,7 @@ from ampdbg.lint.sources import (
 )
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Severity
+from ampdbg.source.document import Document
 from ampdbg.syntax_tree import UNPARSABLE
 
 ENOUGH_FOR_PROCESSES = 64

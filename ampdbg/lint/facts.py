@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeGuard
 
-from ampdbg.lint.document import FUNCTIONS, Document
-from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars, unmoved
+from ampdbg.source.document import FUNCTIONS, Document
+from ampdbg.source.expressions import argument, constant, is_none, method, number, takes_stars, unmoved
 
 Traced = Literal["scaler", "optimizer", "scheduler"]
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
-from ampdbg.lint.document import Document
-from ampdbg.lint.rule import Edit, Fix, RuleHit
+from ampdbg.lint.rule import RuleHit
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Fix, applied
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 MOST_ROUNDS = 10
@@ -21,10 +22,11 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
     """
     for _ in range(MOST_ROUNDS):
         document = Document(text)
-        after = applied(document, _together(hits_of(document)))
-        if after == text:
+        fixes = _together(hits_of(document))
+        if not fixes:
             return text
         try:
+            after = applied(document, fixes)
             syntax_tree(after)
         except UNPARSABLE:
             return text
@@ -59,36 +61,3 @@ def _overlap(one: Fix, other: Fix) -> bool:
         for edit in one.edits
         for its in other.edits
     )
-
-
-def applied(document: Document, fixes: Sequence[Fix]) -> str:
-    """Return the text with the edits of the fixes, and the imports that they need."""
-    edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
-    text = _edited(document.text, list(edits))
-    needed = {name for fix in fixes for name in fix.imports}
-    imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
-    bound = {one.name.partition(".")[0] for node in imports for one in node.names if not one.asname}
-    return _with_imports(text, sorted(needed - bound))
-
-
-def _edited(text: str, edits: Sequence[Edit]) -> str:
-    parts, at = [], 0
-    for edit in sorted(edits, key=lambda one: (one.start, one.end)):
-        if edit.start < at:
-            continue
-        parts += [text[at : edit.start], edit.new]
-        at = edit.end
-    return "".join([*parts, text[at:]])
-
-
-def _with_imports(text: str, names: Sequence[str]) -> str:
-    from ampdbg.source.expressions import with_imported  # LibCST: only if an import must be inserted
-    from ampdbg.source.source_file import EditError, read_source
-
-    for name in names:
-        try:
-            file = read_source(text.encode("utf-8"))
-            text = file.with_module(with_imported(file.module, name)).decode("utf-8")
-        except EditError:
-            text = f"import {name}\n{text}"
-    return text

@@ -1,4 +1,4 @@
-"""The data of a rule, of its hits, and of their fixes."""
+"""The data of a rule, and of its hits."""
 
 from __future__ import annotations
 
@@ -10,26 +10,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ampdbg.record.findings import Severity
+from ampdbg.source.edits import Fix
 
 if TYPE_CHECKING:
     from ampdbg.lint.facts import Facts
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A replacement for the characters from ``start`` to ``end``; an insertion if the two are equal."""
-
-    start: int
-    end: int
-    new: str
-
-
-@dataclass(frozen=True)
-class Fix:
-    """Edits that are applied together or not at all. ``imports`` are the modules that they need by name."""
-
-    edits: tuple[Edit, ...]
-    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

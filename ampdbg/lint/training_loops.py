@@ -11,9 +11,9 @@ from functools import cached_property
 
 from ampdbg.call_order import Call, CallKind, CallOrder
 from ampdbg.lint.branches import FlowPath, TooManyWays, Values, changed_names, lasting, rounds
-from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
-from ampdbg.lint.expressions import argument, given, is_none
 from ampdbg.lint.facts import Facts
+from ampdbg.source.document import FUNCTIONS, LOOPS, Document
+from ampdbg.source.expressions import argument, given, is_none
 
 KINDS: Mapping[str, CallKind] = {"unscale_": "unscale", "step": "step", "update": "update", "get_scale": "get_scale"}
 """The kind of call in the call order, by the scaler's method."""

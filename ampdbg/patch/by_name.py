@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
-
-import libcst as cst
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.probes.makings import Construction
 from ampdbg.record.pins import OWN, RootModel, call_of_pins, root_of, within
-from ampdbg.source.expressions import (
-    COMPREHENSIONS,
-    Statement,
-    apart,
-    code_of,
-    find,
-    imports_of,
-    names_assigned,
-    targets,
-    walk,
-    with_imported,
-)
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Edit, Fix, applied, below
+from ampdbg.source.names import COMPREHENSIONS, imports_of, names_assigned
 from ampdbg.source.source_file import EditError, SourceFile, read_source
 
 MODULE_NAME = "ampdbg_pins"
@@ -71,96 +61,92 @@ FUNCTION = "_keep_in_fp32"
 def edit_maker(source: bytes, making: Construction, pins: Sequence[str]) -> Edited:
     """Add a helper for the pins to the user's file, and one call at the line that creates the model."""
     try:
-        text = read_source(source)
-        functions = helper_functions(FUNCTION, pins)
-        _check_names(text.module, functions)
-        line = text.at(making.line).line
+        file = read_source(source)
+        document, functions = file.document, helper_functions(FUNCTION, pins)
+        _check_names(document.tree, functions)
+        statement = file.at(making.line).statement
         if making.is_wrapped:
             reason = "the line creates the model and wraps it; create the model on its own line first"
             raise EditError(reason, making.line)
-        index = next(index for index, node in enumerate(text.module.body) if making.line in text.span(node))
-        module = _with_line_kept(text, line, making)
-        added = [apart(_parsed(body, module.default_indent), 2) for body in functions.values()]
-        # The statement after the helper keeps its own leading comments.
-        body = [*module.body[:index], *added, apart(module.body[index], 2), *module.body[index + 1 :]]
-        for package in ("torch", "functools"):
-            module = with_imported(module.with_changes(body=body), package)
-            body = list(module.body)
-        after = text.with_module(module)
+        call = _call_of_helper(file, statement, making)
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),))
-    return Edited(after, ())
+    after = applied(document, [Fix((_helper_above(document, statement, functions), call), ("functools", "torch"))])
+    return Edited(after.encode(file.encoding), ())
 
 
-def _check_names(module: cst.Module, functions: Collection[str]) -> None:
+def _check_names(module: ast.Module, functions: Collection[str]) -> None:
     """Raise EditError unless the file leaves torch, functools and the helper's names their meaning."""
-    there = {node.name.value for node in module.body if isinstance(node, cst.FunctionDef)}
+    there = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
     if FUNCTION in there:
         raise EditError(f"it already has a function {FUNCTION}; add the modules to it by hand, or rename it")
     imports = imports_of(module.body)
-    assigned = set().union(*map(names_assigned, module.body)) - imports.keys()
+    assigned = names_assigned(module) - imports.keys()
     meant = {"torch": "torch", "functools": "functools"}
     for name in (*meant, *functions):
         if name in assigned or imports.get(name, name) != meant.get(name, name):
             raise EditError(f"the name {name} means something else in this file; rename that first")
 
 
-def _parsed(text: str, indent: str) -> Statement:
-    leading = re.compile(rf"^(?:{INDENT})+", re.MULTILINE)
-    indented = leading.sub(lambda start: indent * (len(start[0]) // len(INDENT)), text)
-    (node,) = cst.parse_module(indented + "\n").body
-    return node
+def _helper_above(document: Document, statement: ast.stmt, functions: Mapping[str, str]) -> Edit:
+    """Insert the functions, two blank lines apart, above the comments of the top-level statement around a line."""
+    *_, outermost, _module = statement, *document.around(statement)
+    before = document.tree.body[: document.tree.body.index(outermost)]
+    at = document.lines(before[-1]).end if before else document.lines(document.tree.body[0]).start
+    after = document.text[at:]
+    blank_lines = after[: len(after) - len(after.lstrip())].count("\n")
+    text = "\n\n\n".join(functions.values())
+    text = re.sub(rf"(?m)^({INDENT})+", lambda start: document.default_indent * (len(start[0]) // len(INDENT)), text)
+    text = "\n\n" * bool(before) + f"{text}\n" + "\n" * max(0, 2 - blank_lines)
+    return Edit(at, at, text.replace("\n", document.newline))
 
 
 # The call of the helper: in the factory or class that creates the model, or after the line that creates it
 
 
-NOT_ONE = (type(None), cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, cst.IfExp, cst.Lambda, *COMPREHENSIONS)
+NOT_ONE = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.IfExp, ast.Lambda, *COMPREHENSIONS)
 """Expressions that do not yield exactly one model."""
 
 
-def _with_line_kept(text: SourceFile, line: cst.SimpleStatementLine, making: Construction) -> cst.Module:
+def _call_of_helper(file: SourceFile, statement: ast.stmt, making: Construction) -> Edit:
     """Edit ``return Net()`` to ``return _keep_in_fp32(Net())``; after other lines, add a call with the model's name.
 
     If the line adds a part to a named model, the call is for that model, after the enclosing loop.
     """
-    number = text.span(line)[0]
-    if len(line.body) > 1:
-        raise EditError("the line holds several statements; create the model on its own line", number)
-    small = line.body[0]
-    value = small.value if isinstance(small, (cst.Assign, cst.AnnAssign, cst.Return)) else None
-    names, known = _names_given(small, value, making.path), making.known
-    read = {code_of(item) for item in walk(line) if isinstance(item, (cst.Name, cst.Attribute))}
-    if isinstance(small, cst.Return) and not isinstance(value, NOT_ONE):
-        kept = small.with_changes(value=_kept(value), whitespace_after_return=cst.SimpleWhitespace(" "))
-        return cst.ensure_type(text.module.deep_replace(small, kept), cst.Module)
-    made: cst.BaseStatement = line
+    document, known = file.document, making.known
+    names = _names_given(statement, making.path)
+    if isinstance(statement, ast.Return) and statement.value and not isinstance(statement.value, NOT_ONE):
+        start = document.span(statement).start + len("return")
+        value = document.text[start : document.span(statement).end].strip()
+        return Edit(start, document.span(statement).end, f" {FUNCTION}({value})")
+    made = statement
     if known and not {*names} & {*known}:
-        made = text.loop_around(line)
+        made = file.loop_around(statement)
+        read = {ast.unparse(one) for one in ast.walk(statement) if isinstance(one, (ast.Name, ast.Attribute))}
         names = [name for name in known if name in read] or list(known)
     elif not names:
-        raise EditError("no single call there creates the model and names it; write one, such as model = Net()", number)
-    call = cst.SimpleStatementLine([cst.Expr(_kept(cst.parse_expression(names[0])))])
-    behind = cst.FlattenSentinel([made, call])
-    return cst.ensure_type(text.module.deep_replace(made, behind), cst.Module)  # type: ignore[type-var]
+        reason = "no single call there creates the model and names it; write one, such as model = Net()"
+        raise EditError(reason, statement.lineno)
+    return below(document, made, f"{FUNCTION}({names[0]})")
 
 
-def _names_given(small: cst.BaseSmallStatement, value: cst.BaseExpression | None, path: str) -> list[str]:
+def _names_given(statement: ast.stmt, path: str) -> list[str]:
     """Return the names of the model in a statement: all targets of ``a = b = Net()``. In ``a, n = Net(), 2``, it is the
     only target of a call, or the target with the path."""
-    whole = [*targets(small)]
-    if isinstance(value, cst.Tuple):
-        several = [target.elements for target in whole if isinstance(target, cst.Tuple)]
-        pairs = (pair for elements in several for pair in zip(elements, value.elements, strict=False))
-        called = [to.value for to, made in pairs if isinstance(made.value, cst.Call)]
-        whole = called if len(called) == 1 else [to for to in called if code_of(to) == path]
-    elif isinstance(value, NOT_ONE):
-        whole = []
-    return [code_of(target) for target in whole if not (isinstance(target, NOT_ONE) or any(find(target, cst.Call)))]
-
-
-def _kept(value: cst.BaseExpression) -> cst.Call:
-    return cst.Call(cst.Name(FUNCTION), [cst.Arg(value)])
+    match statement:
+        case ast.Assign(targets=whole, value=ast.Tuple(elts=made)):
+            several = [target.elts for target in whole if isinstance(target, ast.Tuple)]
+            pairs = [pair for targets in several for pair in zip(targets, made, strict=False)]
+            called = [to for to, value in pairs if isinstance(value, ast.Call)]
+            whole = called if len(called) == 1 else [to for to in called if ast.unparse(to) == path]
+        case ast.Assign(targets=whole, value=value) if not isinstance(value, NOT_ONE):
+            pass
+        case ast.AnnAssign(target=target, value=ast.expr() as value) if not isinstance(value, NOT_ONE):
+            whole = [target]
+        case _:
+            return []
+    plain = [target for target in whole if not isinstance(target, NOT_ONE)]
+    return [ast.unparse(target) for target in plain if not any(isinstance(one, ast.Call) for one in ast.walk(target))]
 
 
 # The text of the helper, which needs torch alone

@@ -6,31 +6,22 @@ mask values below -1e9 are equivalent.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import libcst as cst
 import torch
 
 from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import Edited, Refused, torch_in
-from ampdbg.patch.statements import called_name, with_replaced
-from ampdbg.source.expressions import (
-    Bindings,
-    bare,
-    canonical,
-    code_of,
-    dotted,
-    find,
-    keyword_of,
-    names_read,
-    spelled,
-    walk,
-    with_imported,
-)
+from ampdbg.patch.statements import called_name, canonical
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Edit, Fix, applied, replaced
+from ampdbg.source.expressions import argument, walk
+from ampdbg.source.names import Bindings, dotted
 from ampdbg.source.source_file import EditError, read_source
 
 ROUNDS_TO_ONE = 1 - 2.0 ** -(FLOAT16.precision + 1)
@@ -48,7 +39,7 @@ class ConstantRole:
 
     is_lost: Callable[[float], bool]
     number: str
-    may_be: Callable[[_Constants, cst.BaseExpression, cst.BaseExpression], bool]
+    may_be: Callable[[_Constants, ast.expr, ast.expr], bool]
     named: str = ""
 
 
@@ -56,17 +47,17 @@ def _is_beyond(value: float) -> bool:
     return FLOAT16.largest < abs(value) < math.inf
 
 
-def _is_eps(constants: _Constants, constant: cst.BaseExpression, other: cst.BaseExpression) -> bool:
+def _is_eps(constants: _Constants, constant: ast.expr, other: ast.expr) -> bool:
     return "eps" in dotted(constant).rpartition(".")[2].lower()
 
 
 FILLED = ConstantRole(
     _is_beyond,
     "{finfo}.{end}",
-    lambda constants, constant, owner: constants.may_be_number(constant) and "inf" not in spelled(constant),
+    lambda constants, constant, owner: constants.may_be_number(constant) and "inf" not in ast.unparse(constant),
     "max({}, {finfo}.min)",
 )
-NUMBER = replace(FILLED, may_be=lambda constants, constant, owner: "inf" not in spelled(constant))
+NUMBER = replace(FILLED, may_be=lambda constants, constant, owner: "inf" not in ast.unparse(constant))
 """The fill value of a method that accepts only a number."""
 
 MULTIPLIED = ConstantRole(
@@ -108,15 +99,15 @@ ARGUMENTS: Mapping[str, Sequence[tuple[ConstantRole, int, str]]] = {
 }
 """Methods that take a constant, with its position and keyword. torch has the same functions."""
 
-OPERANDS: Mapping[type[cst.CSTNode], ConstantRole] = {cst.Multiply: MULTIPLIED, cst.Add: LEAST}
+OPERANDS: Mapping[type[ast.AST], ConstantRole] = {ast.Mult: MULTIPLIED, ast.Add: LEAST}
 
 HALF_ENDINGS = ("dtype", "float16", "half")
 """Endings of the spelling of a half dtype, as in ``x.dtype`` and ``torch.float16``."""
 
-ConstantUse = tuple[ConstantRole, cst.BaseExpression | None, cst.BaseExpression]
+ConstantUse = tuple[ConstantRole, ast.expr | None, ast.expr]
 """The role, the constant (None if it is omitted), and the tensor expression that it is combined with."""
 
-Replacements = Iterator[tuple[cst.BaseExpression, str]]
+Replacements = Iterator[tuple[ast.expr, str]]
 """Constants, each with the source of its replacement."""
 
 NOTHING = "the line has no constant that can be kept within the range of half"
@@ -140,48 +131,48 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     ``lines`` has a line of each statement, from 1, and ``half`` the expressions there that held half tensors.
     """
     line, needs_import = 0, False
-    new: dict[int, cst.BaseExpression] = {}
+    edits: list[Edit] = []
     try:
         file = read_source(source)
         for line in lines:
             located = file.at(line)
             name, is_missing = torch_in(located.bindings)
-            constants = _Constants(located.bindings, frozenset(half), name)
-            found = dict(constants.replaced(located.line))
+            constants = _Constants(file.document, located.bindings, frozenset(half), name)
+            found = dict(constants.replaced(located.statement))
             # A name may be a number or a tensor, so names are edited only if no literal number is.
             numbers = {constant: text for constant, text in found.items() if constants.value(constant) is not None}
-            found = numbers or dict(constants.clamped(located.line)) or found
+            found = numbers or dict(constants.clamped(located.statement)) or found
             if not found:
                 raise EditError(NOTHING, line)
-            new |= {id(constant): cst.parse_expression(text) for constant, text in found.items()}
+            edits += (replaced(file.document, constant, text) for constant, text in found.items())
             needs_import |= is_missing
-        module = with_replaced(file.module, new)
-        after = file.with_module(with_imported(module, "torch") if needs_import else module)
     except EditError as error:
         return Edited(source, (Refused(error.line or line, str(error)),))
-    return Edited(after, ())
+    after = applied(file.document, [Fix(tuple(edits), ("torch",) * needs_import)])
+    return Edited(after.encode(file.encoding), ())
 
 
 @dataclass(frozen=True)
 class _Constants:
     """The constants of a statement; ``half`` are expressions with half tensors, ``torch`` is torch's local name."""
 
+    document: Document
     bindings: Bindings
     half: frozenset[str]
     torch: str
 
-    def value(self, node: cst.BaseExpression) -> float | None:
+    def value(self, node: ast.expr) -> float | None:
         """Return the value of a numeric expression such as ``-10**9`` or ``np.finfo(np.float32).min``, or None."""
         imports = self.bindings.imports.items()
         known = {"__builtins__": {"float": float}} | {name: NUMERIC[of] for name, of in imports if of in NUMERIC}
         try:
-            return float(eval(code_of(node), known))
+            return float(eval(ast.unparse(node), known))
         except Exception:  # noqa: BLE001 - it contains another name, or is not a real number
             return None
 
-    def replaced(self, statement: cst.CSTNode) -> Replacements:
+    def replaced(self, statement: ast.AST) -> Replacements:
         """Yield each constant that half cannot hold, with its replacement."""
-        cast = {id(node) for owner, _ in self.clamped(statement) for node in walk(owner)}
+        cast = {node for owner, _ in self.clamped(statement) for node in ast.walk(owner)}
         for node in walk(statement):
             yield from self._made(node)
             for role, constant, other in self._positions(node, cast):
@@ -190,12 +181,10 @@ class _Constants:
                 if constant is not None and not is_in_vain and (tensor := self._tensor_of(other)):
                     yield from self._within(role, constant, other, f"{tensor}.dtype")
 
-    def _within(
-        self, role: ConstantRole, constant: cst.BaseExpression, other: cst.BaseExpression, dtype: str
-    ) -> Replacements:
+    def _within(self, role: ConstantRole, constant: ast.expr, other: ast.expr, dtype: str) -> Replacements:
         """Yield the replacement of a constant beside a tensor of this dtype, if one is needed."""
         match constant:
-            case cst.Call(func=cst.Attribute(attr=cst.Name(value="tensor")), args=[cst.Arg(value=inner)]):
+            case ast.Call(func=ast.Attribute(attr="tensor"), args=[inner]):
                 constant = inner
         value = self.value(constant)
         if value is None:
@@ -203,58 +192,55 @@ class _Constants:
         else:
             is_replaced, text, end = role.is_lost(value), role.number, "min" if value < 0 else "max"
         if is_replaced:
-            yield constant, text.format(spelled(constant), finfo=f"{self.torch}.finfo({dtype})", end=end)
+            yield constant, text.format(self.document.spelled(constant), finfo=f"{self.torch}.finfo({dtype})", end=end)
 
-    def _positions(self, node: cst.CSTNode, cast: Collection[int]) -> Iterator[ConstantUse]:
+    def _positions(self, node: ast.AST, cast: Collection[ast.AST]) -> Iterator[ConstantUse]:
         """Yield the uses of constants in the node itself, without products in a mask that is ``cast`` to half."""
         match node:
-            case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
-                yield from self._arguments(name, owner, args)
-            case cst.Assign(targets=[cst.AssignTarget(target=cst.Subscript(value=owner))], value=value):
+            case ast.Call():
+                yield from self._arguments(node)
+            case ast.Assign(targets=[ast.Subscript(value=owner)], value=value):
                 yield FILLED, value, owner
-            case cst.BinaryOperation(
-                operator=cst.Subtract(), right=cst.BinaryOperation(left=one, operator=cst.Multiply(), right=other)
-            ):
+            case ast.BinOp(op=ast.Sub(), right=ast.BinOp(left=one, op=ast.Mult(), right=other)):
                 yield SUBTRACTED, one, other
                 yield SUBTRACTED, other, one
-            case cst.BinaryOperation(left=one, operator=operator, right=other) if type(operator) in OPERANDS:
+            case ast.BinOp(left=one, op=operator, right=other) if type(operator) in OPERANDS:
                 role = OPERANDS[type(operator)]
-                yield from ((role, one, other), (role, other, one)) if id(node) not in cast else ()
+                yield from ((role, one, other), (role, other, one)) if node not in cast else ()
 
-    def _arguments(self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]) -> Iterator[ConstantUse]:
-        if name == "where" and len(args) == 3:
-            yield FILLED, args[1].value, args[2].value
-            yield FILLED, args[2].value, args[1].value
-        if self.bindings.origin(owner) == "torch" and args:
-            owner, args = args[0].value, args[1:]
-        for role, index, keyword in ARGUMENTS.get(name, ()):
-            constant = _argument(args, index, keyword)
-            yield role, constant, owner
-            if role is GREATEST and constant is not None:
-                yield SHORT_OF_ONE, self._taken_from_one(constant), owner
+    def _arguments(self, call: ast.Call) -> Iterator[ConstantUse]:
+        match call:
+            case ast.Call(func=ast.Attribute(attr="where"), args=[_, one, other]):
+                yield FILLED, one, other
+                yield FILLED, other, one
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args):
+                is_torchs = self.bindings.origin(owner) == "torch" and bool(args)
+                for role, index, keyword in ARGUMENTS.get(name, ()):
+                    constant, tensor = argument(call, keyword, index + is_torchs), args[0] if is_torchs else owner
+                    yield role, constant, tensor
+                    if role is GREATEST and constant is not None:
+                        yield SHORT_OF_ONE, self._taken_from_one(constant), tensor
 
-    def _made(self, node: cst.CSTNode) -> Replacements:
+    def _made(self, node: ast.AST) -> Replacements:
         """Yield the number from which a call creates a tensor, if the call's dtype may be half."""
-        if isinstance(node, cst.Call) and (name := called_name(node)) in TENSOR_FACTORIES:
-            constant = _argument(node.args, TENSOR_FACTORIES[name], "fill_value")
-            dtype = _argument(node.args, len(node.args), "dtype")
-            if constant and dtype and spelled(dtype).endswith(HALF_ENDINGS):
-                yield from self._within(FILLED, constant, dtype, spelled(dtype))
+        if isinstance(node, ast.Call) and (name := called_name(node)) in TENSOR_FACTORIES:
+            constant, dtype = argument(node, "fill_value", TENSOR_FACTORIES[name]), argument(node, "dtype")
+            if constant and dtype and self.document.spelled(dtype).endswith(HALF_ENDINGS):
+                yield from self._within(FILLED, constant, dtype, self.document.spelled(dtype))
 
-    def clamped(self, statement: cst.CSTNode) -> Replacements:
+    def clamped(self, statement: ast.AST) -> Replacements:
         """Yield each FP32 mask that is cast to half, clamped so that adding to it stays in range."""
-        for call in find(statement, cst.Call):
-            match call:
-                case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
-                    dtype = self._dtype_of(name, args)
+        for node in walk(statement):
+            match node:
+                case ast.Call(func=ast.Attribute(value=owner, attr=name) as method):
+                    dtype = self._dtype_of(name, argument(node, "dtype", 0))
                     if dtype and not self.is_tensor(owner):
-                        mask = f"({spelled(owner)})" if owner.lpar else spelled(owner)
-                        yield owner, f"{mask}.clamp(min={self.torch}.finfo({dtype}).min / 2)"
+                        mask = self.document.source(method).removesuffix(name)
+                        yield method, f"{mask}clamp(min={self.torch}.finfo({dtype}).min / 2).{name}"
 
-    def _dtype_of(self, name: str, args: Sequence[cst.Arg]) -> str:
+    def _dtype_of(self, name: str, to: ast.expr | None) -> str:
         """Return the half dtype that a call casts to, or "" if it is not such a cast."""
-        to = _argument(args, 0, "dtype")
-        text = "" if to is None else spelled(to)
+        text = "" if to is None else self.document.spelled(to)
         match name:
             case "half":
                 return f"{self.torch}.float16"
@@ -266,31 +252,24 @@ class _Constants:
                 return f"{text}.dtype"
         return ""
 
-    def may_be_number(self, node: cst.BaseExpression) -> bool:
+    def may_be_number(self, node: ast.AST) -> bool:
         return bool(dotted(node)) and not self.is_tensor(node)
 
-    def is_tensor(self, node: cst.BaseExpression) -> bool:
-        return bool(self.half & {code_of(item) for item in walk(node) if isinstance(item, cst.BaseExpression)})
+    def is_tensor(self, node: ast.AST) -> bool:
+        return bool(self.half & {ast.unparse(one) for one in ast.walk(node) if isinstance(one, ast.expr)})
 
-    def _tensor_of(self, node: cst.BaseExpression) -> str:
+    def _tensor_of(self, node: ast.AST) -> str:
         """Return a name or attribute in the expression that seems to hold a half tensor, or ""."""
-        parts = [item for item in walk(node) if isinstance(item, (cst.Name, cst.Attribute)) and dotted(item)]
-        seen = (spelled(item) for item in parts if code_of(item) in self.half)
+        parts = [one for one in walk(node) if isinstance(one, (ast.Name, ast.Attribute)) and dotted(one)]
+        seen = (dotted(one) for one in parts if dotted(one) in self.half)
         bindings = self.bindings
         local = bindings.local - bindings.maybe_plain_values - bindings.imports.keys() - {"self", "cls"}
-        read = names_read(node) & local
-        plain = (item.value for item in parts if isinstance(item, cst.Name) and item.value in read)
+        plain = (one.id for one in parts if isinstance(one, ast.Name) and one.id in local)
         return next(seen, "") or next(plain, "")
 
-    def _taken_from_one(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
+    def _taken_from_one(self, node: ast.AST) -> ast.expr | None:
         """Return ``p`` if the expression is ``1 - p``, else None."""
-        match bare(node):
-            case cst.BinaryOperation(left=one, operator=cst.Subtract(), right=taken) if self.value(one) == 1:
+        match node:
+            case ast.BinOp(left=one, op=ast.Sub(), right=taken) if self.value(one) == 1:
                 return taken
         return None
-
-
-def _argument(args: Sequence[cst.Arg], index: int, keyword: str) -> cst.BaseExpression | None:
-    named = [arg.value for arg in args if keyword_of(arg) == keyword]
-    plain = [arg.value for arg in args if not (keyword_of(arg) or arg.star)]
-    return next(iter((*named, *plain[index:])), None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import libcst as cst
-from libcst import matchers as m
+import ast
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ampdbg.patch.statements import (
     NOT_TRACED,
@@ -17,28 +15,20 @@ from ampdbg.patch.statements import (
     PinnedLine,
     TensorNames,
     bound_inside,
+    canonical,
     casts_of,
     is_product,
     names_on,
     pieces_of_line,
+    rewritten,
     root_name,
-    value_of,
-    with_replaced,
     writes_in_place,
 )
 from ampdbg.probes.half_names import LineNames
-from ampdbg.source.expressions import (
-    Bindings,
-    assigned_codes,
-    canonical,
-    code_of,
-    find,
-    spelled,
-    targets,
-    walk,
-    with_imported,
-)
-from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Edit, Fix, applied, edited, line_starts
+from ampdbg.source.names import Bindings, places_assigned
+from ampdbg.source.source_file import EditError, Located, SourceFile, read_source, span
 
 
 @dataclass(frozen=True)
@@ -90,61 +80,39 @@ def edit_source(source: bytes, pins: Sequence[LinePin], seen: Mapping[int, LineN
     """
     try:
         file = read_source(source)
-        rewriter = _Rewriter(file, seen)
-        rewriter.mark(pins)
-        edited = file.module.visit(rewriter)
-        after = file.with_module(with_imported(edited, "torch") if rewriter.needs_import else edited)
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),))
-    refused = (Refused(line, reason) for line, reason in sorted(rewriter.refused.items()))
-    return Edited(after, tuple(refused), rewriter.blocks)
+    refused: dict[int, str] = {}
+    lines = _pinned_lines(file, pins, seen, refused)
+    while True:
+        known = len(refused)
+        blocks = _Blocks(file, seen, refused, [line for line in lines if line.number not in refused])
+        after = blocks.edited()
+        if len(refused) == known:  # otherwise the lines that are refused now must stay as they are
+            break
+    reasons = tuple(Refused(line, reason) for line, reason in sorted(refused.items()))
+    return Edited(after.encode(file.encoding), reasons, blocks.firsts)
 
 
-@dataclass
-class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites with pinned ``lines``, by node id.
-
-    ``refused`` maps a line number, or 0 for the file, to the reason why it was not edited.
-    """
-
-    source: SourceFile
-    seen: Mapping[int, LineNames]
-    lines: dict[int, PinnedLine] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    blocks: dict[int, int] = field(default_factory=dict)
-    needs_import: bool = False
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def mark(self, pins: Sequence[LinePin]) -> None:
-        """Find the pinned lines in the file. Refuse missing lines."""
-        for pin in pins:
-            for number in sorted(set(pin.lines)):
-                try:
-                    located = self.source.at(number)
-                    _check_place(located, pin.function)
-                except EditError as error:
-                    self.refused[number] = str(error)
-                    continue
-                names = names_on(located.span, self.seen, located.bindings)
-                pinned = self.lines.setdefault(id(located.line), PinnedLine(number, names))
-                pinned.callees |= {canonical(pin.callee)} if pin.callee else set()
-                pinned.operations |= not pin.callee
-                pinned.casts_to_fp32 |= pin.casts_to_fp32
-
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
-        body = self._suite(original_node, None).rewritten(original_node.body, updated_node.body)
-        return updated_node.with_changes(body=body)
-
-    def leave_IndentedBlock(  # noqa: N802 - LibCST's name
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        body = self._suite(original_node, original_node.indent).rewritten(original_node.body, updated_node.body)
-        return updated_node.with_changes(body=body)
-
-    def _suite(self, node: cst.CSTNode, indent: str | None) -> _Suite:
-        return _Suite(self, self.source.bindings(node), indent or self.source.module.default_indent)
+def _pinned_lines(
+    file: SourceFile, pins: Sequence[LinePin], seen: Mapping[int, LineNames], refused: dict[int, str]
+) -> list[PinnedLine]:
+    """Find the pinned lines in the file. Refuse missing lines."""
+    found: dict[ast.stmt, PinnedLine] = {}
+    for pin in pins:
+        for number in sorted(set(pin.lines)):
+            try:
+                located = file.at(number)
+                _check_place(located, pin.function)
+            except EditError as error:
+                refused[number] = str(error)
+                continue
+            names = names_on(located.span, seen, located.bindings)
+            pinned = found.setdefault(located.statement, PinnedLine(number, located.statement, names))
+            pinned.callees |= {canonical(pin.callee)} if pin.callee else set()
+            pinned.operations |= not pin.callee
+            pinned.casts_to_fp32 |= pin.casts_to_fp32
+    return list(found.values())
 
 
 def _check_place(located: Located, function: str) -> None:
@@ -166,103 +134,143 @@ BETWEEN = 2
 
 
 @dataclass
-class _Suite:
-    """A suite of a ``file`` under rewriting. ``indent`` is the indentation of a new block."""
+class _Blocks:
+    """The blocks of a ``file`` for its pinned ``lines``. Lines that cannot be edited are added to ``refused``.
 
-    file: _Rewriter
-    bindings: Bindings
-    indent: str
+    ``firsts`` maps each pinned line to the first pinned line in its block. ``inserted`` has new lines by the offset of
+    the line that follows them.
+    """
 
-    def names_of(self, node: cst.CSTNode) -> TensorNames:
-        return names_on(self.file.source.span(node), self.file.seen, self.bindings)
+    file: SourceFile
+    seen: Mapping[int, LineNames]
+    refused: dict[int, str]
+    lines: Sequence[PinnedLine]
+    firsts: dict[int, int] = field(default_factory=dict)
+    inserted: dict[int, str] = field(default_factory=dict)
+    edits: list[Edit] = field(default_factory=list)
+    needs_import: bool = False
 
-    def rewritten(
-        self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement]
-    ) -> Sequence[cst.BaseStatement]:
-        """Return the new statements: ``before`` are the file's own nodes, ``after`` the same with inner edits."""
-        if not any(id(node) in self.file.lines for node in before):
-            return after
-        while True:
-            refused = len(self.file.refused)
-            pieces = [p for old, new in zip(before, after, strict=True) for p in self._pieces(old, new)]
-            statements = list(self._gathered(pieces))
-            # If a block is refused, keep its lines and build the remaining blocks again.
-            if len(self.file.refused) == refused:
-                return statements
+    def edited(self) -> str:
+        """Return the file with the blocks."""
+        self._rewrite()
+        blocks = {id(block): block for block in map(self.document.block, self.pinned)}
+        for block in blocks.values():
+            self._gather([piece for statement in block for piece in self._pieces(statement)])
+        new = [Edit(at, at, text) for at, text in self.inserted.items()]
+        return applied(self.document, [Fix((*new, *self.edits), ("torch",) * self.needs_import)])
 
-    def _pieces(self, old: cst.CSTNode, new: cst.BaseStatement) -> Sequence[Piece]:
-        pinned = self.file.lines.get(id(old))
-        if pinned is not None and pinned.number not in self.file.refused and isinstance(old, cst.SimpleStatementLine):
+    def _rewrite(self) -> None:
+        """Rewrite the pinned statements themselves. Their lines may move, so each is mapped to the file's own."""
+        edits: list[Edit] = []
+        lines: dict[ast.stmt, PinnedLine] = {}
+        for line in self.lines:
             try:
-                return pieces_of_line(old, pinned)
+                own, is_enough = rewritten(self.file.document, line)
             except EditError as error:
-                self.file.refused[pinned.number] = str(error)
-        return [Piece(new, self.names_of(old))]
+                self.refused[line.number] = str(error)
+                continue
+            edits += own
+            if not is_enough:
+                lines[line.statement] = line
+        self.document = Document(edited(self.file.document.text, edits))
+        before, after = map(_statements, (self.file.document, self.document))
+        self.origins = dict(zip(after, before, strict=True))
+        of_file = ((new, lines[old]) for new, old in self.origins.items() if old in lines)
+        self.pinned = {new: replace(line, statement=new) for new, line in of_file}
 
-    def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
+    def _pieces(self, statement: ast.stmt) -> Sequence[Piece]:
+        pinned = self.pinned.get(statement)
+        if pinned is not None:
+            try:
+                return pieces_of_line(pinned)
+            except EditError as error:
+                self.refused[pinned.number] = str(error)
+        return [Piece(statement, self._names_of(self.origins[statement]))]
+
+    def _names_of(self, statement: ast.stmt) -> TensorNames:
+        return names_on(span(statement), self.seen, self.file.bindings(statement))
+
+    def _gather(self, pieces: Sequence[Piece]) -> None:
+        """Put the pieces of a suite that run in FP32 into blocks."""
         made: set[str] = set()
         index = 0
         while index < len(pieces):
             end = _end_of_block(pieces, index)
             block = pieces[index:end] or pieces[index : index + 1]
-            assigned = set().union(*(assigned_codes(piece.statement) for piece in block))
+            assigned = set().union(*(piece.assigned for piece in block))
             if end == index:
-                yield block[0].statement
+                self._place(block[0], {})
                 made -= assigned
             else:
                 numbers = [piece.pinned.number for piece in block if piece.pinned is not None]
-                self.file.blocks.update(dict.fromkeys(numbers, numbers[0]))
+                self.firsts.update(dict.fromkeys(numbers, numbers[0]))
                 try:
-                    yield self._block(block, made)
+                    self._block(block, made)
                 except EditError as error:
-                    self.file.refused.update(dict.fromkeys(numbers, str(error)))
+                    self.refused.update(dict.fromkeys(numbers, str(error)))
                 made |= assigned
             index += len(block)
 
-    def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> cst.With:
-        """Return ``with torch.autocast(device_type=…, enabled=False):`` around the pieces."""
-        casts = casts_of(pieces, made)
+    def _block(self, pieces: Sequence[Piece], made: Collection[str]) -> None:
+        """Put ``with torch.autocast(device_type=…, enabled=False):`` around the pieces."""
+        document, first = self.document, pieces[0].statement
+        indent = document.indent_unit(first)
+        casts = casts_of(document, pieces, made, indent)
         device_type = self._device_type(pieces, casts)
-        autocast = _imported_as(AUTOCASTS, self.bindings)
+        bindings = pieces[0].names.bindings
+        autocast = _imported_as(AUTOCASTS, bindings)
         if not autocast:
-            torch, needs_import = torch_in(self.bindings)
-            autocast, self.file.needs_import = f"{torch}.autocast", self.file.needs_import or needs_import
-        off = cst.parse_expression(f"{autocast}(device_type={device_type}, enabled=False)")
-        first, *rest = (with_replaced(piece.line, casts.inline) for piece in pieces)
-        body = [*casts.lines, first.with_changes(leading_lines=()), *rest]
-        inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
-        return cst.With([cst.WithItem(off)], inside, leading_lines=pieces[0].line.leading_lines)
+            torch, needs_import = torch_in(bindings)
+            autocast, self.needs_import = f"{torch}.autocast", self.needs_import or needs_import
+        self._insert(first, f"with {autocast}(device_type={device_type}, enabled=False):")
+        for line in casts.lines:
+            self._insert(first, indent + line)
+        start = document.lines(first).start
+        for piece in pieces:
+            self._place(piece, casts.inline, indent)
+            lines = document.lines(piece.statement)
+            end = lines.start if piece.moved else lines.end
+            self.edits += (Edit(at, at, indent) for at in line_starts(document, start, end))
+            start = max(start, end)
+
+    def _place(self, piece: Piece, casts: Mapping[ast.AST, str], indent: str = "") -> None:
+        """Insert a moved expression before its statement, or edit the statement in its place."""
+        if piece.moved:
+            self._insert(piece.statement, indent + piece.text(self.document, casts, indent))
+        else:
+            self.edits += piece.edits(self.document, casts)
+
+    def _insert(self, statement: ast.stmt, line: str) -> None:
+        at, document = self.document.lines(statement).start, self.document
+        self.inserted[at] = f"{self.inserted.get(at, '')}{document.indent(statement)}{line}{document.newline}"
 
     def _device_type(self, pieces: Sequence[Piece], casts: Casts) -> str:
         """Return ``x.device.type`` of a tensor that exists at the start of the block, a plain name if possible."""
-        around = self.names_of(self.bindings.function or self.bindings.module)
+        bindings = pieces[0].names.bindings
+        around = self._names_of(bindings.function) if bindings.function else names_on(range(0), self.seen, bindings)
         found: list[str] = []
         made: set[str] = set()
         for piece in pieces:
             known = (piece.names.half | piece.names.full) - made
-            plain = (node for node in walk(value_of(piece.small) or piece.small) if isinstance(node, PLAIN))
-            found += (spelled(node) for node in plain if code_of(node) in known and root_name(node) not in made)
-            made |= assigned_codes(piece.small)
+            for node in piece.visible():
+                code = piece.new.get(node) or (ast.unparse(node) if isinstance(node, PLAIN) else "")
+                if code in known and root_name(node) not in made:
+                    found.append(code if node in piece.new else self.document.spelled(node))
+            made |= piece.assigned
         # Otherwise use a parameter that holds a tensor elsewhere in the function.
-        found += (name for name in self.bindings.parameters if name in around.half | around.full)
-        never = bound_inside(pieces) | (self.bindings.maybe_plain_values & casts.unsure)
+        found += (name for name in bindings.parameters if name in around.half | around.full)
+        never = bound_inside(pieces) | (bindings.maybe_plain_values & casts.unsure)
         found = [text for text in found if text.partition(".")[0].partition("[")[0] not in never]
         # Prefer names that the user wrote to new names and attributes.
-        found.sort(key=lambda text: (text in casts.unsure, text not in self.bindings.local, not text.isidentifier()))
+        found.sort(key=lambda text: (text in casts.unsure, text not in bindings.local, not text.isidentifier()))
         if not found:
             is_traced = any(piece.names.half | piece.names.full for piece in pieces)
             raise EditError("it has no named tensor whose device could be used" if is_traced else NOT_TRACED)
         return f"{found[0]}.device.type"
 
 
-def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
-    """Indent a statement and its backslash continuations. LibCST re-indents only lines within parentheses."""
-
-    def deeper(node: cst.CSTNode, _: object) -> cst.CSTNode:
-        space = cst.ensure_type(node, cst.SimpleWhitespace)
-        return space.with_changes(value=space.value.replace("\n", "\n" + indent))
-
-    return cst.ensure_type(m.replace(line, m.SimpleWhitespace(), deeper), type(line))
+def _statements(document: Document) -> list[ast.stmt]:
+    return [node for node in ast.walk(document.tree) if isinstance(node, ast.stmt)]
 
 
 def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
@@ -279,14 +287,14 @@ def _end_of_block(pieces: Sequence[Piece], start: int) -> int:
 def _may_stand_between(piece: Piece) -> bool:
     """True if an unpinned line may be in a block with autocast off: it assigns to names and calls no user code. It also
     writes into no tensor and computes no product, which autocast would run in half."""
-    match piece.statement:
-        case cst.SimpleStatementLine(body=[cst.Assign() as line]) if piece.pinned is None:
-            # An attribute such as `self.last = h` may be read elsewhere, so it must keep its dtype.
-            stores = any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(line))
-            writes = stores or any(map(writes_in_place, find(line, cst.Call)))
-            refused = (type(node) in SUSPENDED or is_product(node) or piece.names.is_users(node) for node in walk(line))
-            return not (writes or any(refused))
-    return False
+    statement = piece.statement
+    # An attribute such as `self.last = h` may be read elsewhere, so it must keep its dtype.
+    if piece.pinned is not None or not isinstance(statement, ast.Assign) or places_assigned(statement):
+        return False
+    return not any(
+        type(node) in SUSPENDED or writes_in_place(node) or is_product(node) or piece.names.is_users(node)
+        for node in ast.walk(statement)
+    )
 
 
 def torch_in(bindings: Bindings) -> tuple[str, bool]:

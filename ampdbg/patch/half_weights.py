@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
-from ampdbg.lint.document import Document
-from ampdbg.lint.edits import below, indent_unit, indented, is_movable, replaced, with_keyword
-from ampdbg.lint.expressions import method
-from ampdbg.lint.fixes import applied
-from ampdbg.lint.rule import Edit, Fix
 from ampdbg.patch.file_edits import FileEdit, lines_title
-from ampdbg.probes.half_weights import CastLine, LoopLines, document_of, statement_at
+from ampdbg.probes.half_weights import CastLine, LoopLines, document_of
 from ampdbg.quantities import listed
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Edit, Fix, applied, below, indented, is_movable, replaced, with_keyword
+from ampdbg.source.expressions import method
 from ampdbg.source.source_file import read_source
 
 ARGUMENTS = r"transformers\..*TrainingArguments|trl\.(\w+\.)*(SFT|DPO|GRPO|KTO|ORPO|Reward)Config"
@@ -119,7 +117,7 @@ def weights_in_float32(edits: WeightEdits) -> None:
     """Make the weights float32 and run the model under autocast in bfloat16."""
     for cast in edits.lines.casts:
         document = document_of(cast.file)
-        statement = statement_at(document, cast.line)
+        statement = document.statements[cast.line]
         why = "the weights become half there, in a way that ampdbg does not edit; make them float32"
         edits.add(cast.file, cast.line, "weights in float32", _uncast(document, statement, cast.dtypes), why)
     _under_autocast(edits)
@@ -129,7 +127,7 @@ def norms_in_float32(edits: WeightEdits) -> None:
     """Make the weights of norms float32, leave the others half, and run the model under autocast in bfloat16."""
     for cast in edits.lines.casts:
         document = document_of(cast.file)
-        statement = statement_at(document, cast.line)
+        statement = document.statements[cast.line]
         names = _model_named_by(document, statement)
         added = (below(document, statement, *(line.format(name) for line in NORMS)) for name in names)
         why = "the line gives the model no name by which its norms can be made float32"
@@ -179,10 +177,8 @@ def _under_autocast(edits: WeightEdits) -> None:
         return
     document = document_of(loop.file)
     if statements := _between(document, loop):
-        around = document.parents[statements[0]]
-        by = indent_unit(document, statements[0], around) if isinstance(around, ast.stmt) else "    "
         title = f"forward pass and loss under autocast, on {device} in bfloat16"
-        edits.add(loop.file, loop.first, title, indented(document, statements, IN_BFLOAT16.format(device), by))
+        edits.add(loop.file, loop.first, title, indented(document, statements, IN_BFLOAT16.format(device)))
         return
     place = lines_title(loop.file, [loop.first])
     edits.unlowered.append(
@@ -194,7 +190,7 @@ def _under_autocast(edits: WeightEdits) -> None:
 def _between(document: Document, loop: LoopLines) -> Sequence[ast.stmt]:
     """Return the statements from the first model call up to the backward pass, in the innermost block with both. A
     final ``zero_grad`` is omitted."""
-    first, last = (statement_at(document, line) for line in (loop.first, loop.backward))
+    first, last = (document.statements[line] for line in (loop.first, loop.backward))
     for begin, end in product(_statements_around(document, first), _statements_around(document, last)):
         block = document.block(begin)
         if block is document.block(end):

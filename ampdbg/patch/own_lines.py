@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 from collections import defaultdict
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FrameType
 
-import libcst as cst
 import torch
 
 from ampdbg.errors import UserCodeError
@@ -25,7 +25,7 @@ from ampdbg.record.pins import Pin
 from ampdbg.replay.replay import Manner, replay_step, shadow_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, weights_of
-from ampdbg.source.expressions import code_of, find
+from ampdbg.source.expressions import walk
 from ampdbg.source.ownership import Line, is_users_file
 from ampdbg.source.source_file import EditError, read_source
 
@@ -185,10 +185,10 @@ def _call_on(line: Line, called: str = "") -> UsersCall | None:
     """Return the call of this name on a line, or the line's only callee; None if that is ambiguous."""
     file, number, function = line
     try:
-        statement = read_source(Path(file).read_bytes()).at(number).line
+        statement = read_source(Path(file).read_bytes()).at(number).statement
     except EditError:
         return None  # not an editable line
-    callees = [code_of(call.func) for call in find(statement, cst.Call)]
+    callees = [ast.unparse(call.func) for call in walk(statement) if isinstance(call, ast.Call)]
     named = [callee for callee in callees if callee.rpartition(".")[2] == called] or callees
     return (file, LinePin(function, (number,), named[0])) if len(set(named)) == 1 else None
 

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
-
-import libcst as cst
+from typing import Literal
 
 from ampdbg.ops import CAST_METHODS, CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, TENSOR_METHODS
 from ampdbg.probes.half_names import LineNames
-from ampdbg.source.expressions import (
-    COMPREHENSIONS,
-    METADATA,
-    PLAIN_MODULES,
-    TRANSPOSED,
-    Bindings,
-    assigned_codes,
-    bare,
-    canonical,
-    code_of,
-    dotted,
-    find,
-    keyword_of,
-    names_assigned,
-    targets,
-    walk,
-)
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Edit, edited, line_starts, replaced
+from ampdbg.source.expressions import given, walk
+from ampdbg.source.names import COMPREHENSIONS, METADATA, Bindings, dotted, names_assigned, places_assigned
 from ampdbg.source.source_file import EditError
 from ampdbg.syntax_tree import syntax_tree
-
-_Node = TypeVar("_Node", bound=cst.CSTNode)
 
 # What names hold and what calls run
 
@@ -44,8 +28,20 @@ def names_on(lines: range, seen: Mapping[int, LineNames], bindings: Bindings) ->
     return TensorNames(half, full - half, bindings)
 
 
+def canonical(code: str) -> str:
+    """Normalize the spacing, outer parentheses and quotes of an expression."""
+    try:
+        # In parentheses, because the expression may span several lines.
+        return ast.unparse(syntax_tree(f"({code.strip()}\n)", mode="eval"))
+    except SyntaxError:
+        return code
+
+
 TORCH_FUNCTIONS = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.Tensor")
 """The origins of functions that only compute with tensors. Other torch functions (checkpoint) may run modules."""
+
+PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
+"""Modules with functions that never run user code."""
 
 BUILTINS: Mapping[str, Literal["torch", "plain"]] = {
     **dict.fromkeys(
@@ -60,11 +56,13 @@ BUILTINS: Mapping[str, Literal["torch", "plain"]] = {
 CONSUMERS = frozenset("sum list tuple max min any all sorted set dict".split())
 """Builtins that exhaust a generator before they return."""
 
-OPERATORS = (cst.Add, cst.Subtract, cst.Multiply, cst.Divide, cst.FloorDivide, cst.Modulo, cst.Power)
-CONDITIONAL = (cst.IfExp, cst.BooleanOperation, cst.Lambda, *COMPREHENSIONS)
-"""Expressions that may evaluate a part never or many times, so that no call may move out."""
+OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)
+CONDITIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.JoinedStr, *COMPREHENSIONS)
+"""Expressions that may evaluate a part never or many times, or as text, so that no call may move out."""
 
-PLAIN = (cst.Name, cst.Attribute, cst.Subscript)
+PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
+TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
+"""Tensor attributes that return a transposed view."""
 
 
 @dataclass(frozen=True)
@@ -75,55 +73,55 @@ class TensorNames:
     full: frozenset[str]
     bindings: Bindings
 
-    def is_tensor(self, node: cst.CSTNode) -> bool:
+    def is_tensor(self, node: ast.AST) -> bool:
         """True if the expression is known or likely to be a tensor."""
-        if isinstance(node, cst.BaseExpression) and code_of(node) in self.half | self.full:
+        if isinstance(node, ast.expr) and ast.unparse(node) in self.half | self.full:
             return True
         match node:
-            case cst.Call():
+            case ast.Call():
                 return called_name(node) not in METADATA and self.runs(node) != "plain"
-            case cst.Attribute(attr=cst.Name(value=name)) if name not in MOVES:
+            case ast.Attribute(attr=name) if name not in MOVES:
                 return False
-        return any(map(self.is_tensor, node.children))
+        return any(map(self.is_tensor, ast.iter_child_nodes(node)))
 
-    def computes(self, node: cst.CSTNode) -> bool:
+    def computes(self, node: ast.AST) -> bool:
         """True if the node itself computes with tensors, rather than moving, creating or casting them."""
         match node:
-            case cst.MatrixMultiply():
+            case ast.BinOp(op=ast.MatMult()):
                 return True
-            case cst.Call():
+            case ast.Call():
                 return self.runs(node) == "torch" and called_name(node) not in COMPUTES_NOTHING
-            case cst.BinaryOperation(operator=operator) if isinstance(operator, OPERATORS):
+            case ast.BinOp(op=operator) if isinstance(operator, OPERATORS):
                 return self.is_tensor(node)
         return False
 
-    def is_users(self, node: cst.CSTNode) -> bool:
+    def is_users(self, node: ast.AST) -> bool:
         """True if the node calls user code: a child module, a method or a function."""
-        return isinstance(node, cst.Call) and self.runs(node) == "users"
+        return isinstance(node, ast.Call) and self.runs(node) == "users"
 
-    def runs(self, call: cst.Call) -> Literal["users", "torch", "plain"]:
+    def runs(self, call: ast.Call) -> Literal["users", "torch", "plain"]:
         """Return the kind of code that a call runs, judged by its text; ``plain`` is Python or a plain module."""
         if origin := self.bindings.origin(call.func):
             module, _, name = origin.rpartition(".")
             is_torchs = module in TORCH_FUNCTIONS and name[:1].islower()
             return "torch" if is_torchs else "plain" if origin.partition(".")[0] in PLAIN_MODULES else "users"
         match call.func:
-            case cst.Name(value=name) if name not in self.bindings.local:
+            case ast.Name(id=name) if name not in self.bindings.local:
                 return BUILTINS.get(name, "users")
-            case cst.Attribute(value=base, attr=cst.Name(value=name)) if self._is_method_of_tensor(base, name):
+            case ast.Attribute(value=base, attr=name) if self._is_method_of_tensor(base, name):
                 return "torch"
         return "users"
 
-    def _is_method_of_tensor(self, base: cst.BaseExpression, name: str) -> bool:
-        if name in METADATA | VIEWS or code_of(base) in self.half | self.full:
+    def _is_method_of_tensor(self, base: ast.expr, name: str) -> bool:
+        if name in METADATA | VIEWS or ast.unparse(base) in self.half | self.full:
             return True
         match base:
-            case cst.Attribute() if not self.is_tensor(base):
+            case ast.Attribute() if not self.is_tensor(base):
                 return name in MOVES  # `self.decoder.norm(x)` calls a module, `self.weight.t()` a tensor's method
-            case cst.Name(value=owner):
+            case ast.Name(id=owner):
                 is_other = owner in {"self", "cls", *self.bindings.imports}
                 return not is_other and (name in TENSOR_METHODS | MOVES or name.endswith("_"))
-            case cst.Call(func=cst.Name(value="super")):
+            case ast.Call(func=ast.Name(id="super")):
                 return False
         return True  # of the result of a call or an operator
 
@@ -134,37 +132,41 @@ VIEWS = frozenset({"items", "keys", "values"})
 COMPUTES_NOTHING = METADATA | MOVES | CREATES | VIEWS
 
 
-def called_name(call: cst.Call) -> str:
+def called_name(call: ast.Call) -> str:
     """Return the last part of the callee's name: ``softmax`` for ``F.softmax(x)``; "" if it has no name."""
     match call.func:
-        case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
+        case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
     return ""
 
 
-def writes_in_place(call: cst.Call) -> bool:
-    """True if a call writes into its tensor or argument: ``add_``, ``out=``."""
-    name = called_name(call)
+def writes_in_place(node: ast.AST) -> bool:
+    """True for a call that writes into its tensor or argument: ``add_``, ``out=``."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = called_name(node)
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return writes or "out" in map(keyword_of, call.args)
+    return writes or any(keyword.arg == "out" for keyword in node.keywords)
 
 
-def written_into(body: cst.CSTNode) -> Iterator[str]:
+def written_into(body: ast.AST) -> Iterator[str]:
     """Yield the names of tensors that the code writes into."""
-    for item in walk(body):
-        match item:
-            case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
+    for node in ast.walk(body):
+        match node:
+            case ast.AugAssign(target=target):
                 yield root_name(target)
-            case cst.Call() if writes_in_place(item):
-                yield from map(root_name, (item.func, *(arg.value for arg in item.args)))
+            case ast.Subscript(ctx=ast.Store()):
+                yield root_name(node)
+            case ast.Call() if writes_in_place(node):
+                yield from map(root_name, (node.func, *given(node)))
 
 
-def root_name(node: cst.CSTNode) -> str:
+def root_name(node: ast.AST) -> str:
     """Return ``x`` for ``x[i].T`` and ``self`` for ``self.weight``."""
     match node:
-        case cst.Name(value=name):
+        case ast.Name(id=name):
             return name
-        case cst.Attribute(value=base) | cst.Subscript(value=base) | cst.Call(func=base):
+        case ast.Attribute(value=base) | ast.Subscript(value=base) | ast.Call(func=base):
             return root_name(base)
     return ""
 
@@ -174,89 +176,109 @@ def root_name(node: cst.CSTNode) -> str:
 
 @dataclass
 class PinnedLine:
-    """A line of simple statements, and the parts of it that its pins run in FP32.
+    """A simple statement, and the parts of it that its pins run in FP32.
 
     ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of the pinned callees.
     With ``operations``, the line's own operations run in FP32. If it ``casts_to_fp32``, it casts nothing to half.
     """
 
     number: int
+    statement: ast.stmt
     names: TensorNames
     callees: set[str] = field(default_factory=set)
     operations: bool = False
     casts_to_fp32: bool = False
 
-    def is_pinned(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, cst.Call) and code_of(node.func) in self.callees
+    def is_pinned(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) in self.callees
+
+    def computes(self, code: ast.AST) -> bool:
+        """True if code of this line computes something outside of the calls of the user's or pinned code."""
+        return any(map(self.names.computes, _walk_outside_calls(code, self)))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One statement of the new suite, the tensors that its names hold, and the pinned line that it comes from.
+    """A statement of the new suite: one of the file, or ``name = …`` of an expression that is ``moved`` out of it.
 
-    It runs in FP32 if ``is_fp32``.
+    ``new`` has the names of the expressions that moved out of the piece itself. ``names`` are those that hold tensors.
+    It comes from a ``pinned`` line, or from none, and runs in FP32 if ``is_fp32``.
     """
 
-    statement: cst.BaseStatement
+    statement: ast.stmt
     names: TensorNames
     pinned: PinnedLine | None = None
     is_fp32: bool = False
+    moved: ast.expr | None = None
+    name: str = ""
+    new: Mapping[ast.AST, str] = field(default_factory=dict)
 
     @property
-    def line(self) -> cst.SimpleStatementLine:
-        """The statement as a simple line, the only kind that a block takes."""
-        return cst.ensure_type(self.statement, cst.SimpleStatementLine)
+    def value(self) -> ast.AST:
+        """The code that computes something: without the target of an assignment."""
+        return self.moved or value_of(self.statement) or self.statement
 
     @property
-    def small(self) -> cst.BaseSmallStatement:
-        return self.line.body[0]
+    def assigned(self) -> set[str]:
+        return {self.name} if self.moved else names_assigned(self.statement) | places_assigned(self.statement)
+
+    def text(self, document: Document, casts: Mapping[ast.AST, str], by: str) -> str:
+        """Return ``name = …`` for the moved expression, with its further lines indented ``by`` more."""
+        assert self.moved is not None
+        span = document.span(self.moved)
+        edits = [Edit(at, at, by) for at in line_starts(document, span.start, span.end)]
+        edits += self.edits(document, casts)
+        moved = [Edit(edit.start - span.start, edit.end - span.start, edit.new) for edit in edits]
+        text = edited(document.source(self.moved), moved)
+        if _parses(text):
+            return f"{self.name} = {text}"
+        indent, newline = document.indent(self.statement) + by, document.newline
+        return f"{self.name} = ({newline}{indent}{document.default_indent}{text}{newline}{indent})"
+
+    def edits(self, document: Document, casts: Mapping[ast.AST, str]) -> list[Edit]:
+        """Return the edits of the piece's code: the names of what has moved, and the casts."""
+        texts = {**self.new, **casts}
+        return [replaced(document, node, texts[node]) for node in self.visible() if node in texts]
+
+    def visible(self) -> Iterator[ast.AST]:
+        """Yield the nodes of its value, without what is in the expressions that moved out of it."""
+        return walk(self.value, self.new)
 
 
-def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
+def _parses(text: str) -> bool:
+    try:
+        syntax_tree(text, mode="eval")
+    except SyntaxError:
+        return False
+    return True
+
+
+def value_of(statement: ast.stmt) -> ast.expr | None:
     """Return the expression from which calls may be moved out of a statement."""
-    if isinstance(statement, (cst.Assign, cst.AnnAssign, cst.AugAssign, cst.Expr, cst.Return)):
-        return statement.value
-    return statement.test if isinstance(statement, cst.Assert) else None
+    return statement.test if isinstance(statement, ast.Assert) else getattr(statement, "value", None)
 
 
-def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Sequence[Piece]:
+def pieces_of_line(pinned: PinnedLine) -> Sequence[Piece]:
     """Split a pinned line into calls on their own lines and the remaining statement.
 
     Raises:
         EditError: the line has nothing to pin, or cannot be split without changing its behavior.
     """
-    if len(line.body) > 1:
-        raise EditError("the line holds several statements; put each on its own line first")
-    small, names = line.body[0], pinned.names
-    _refuse_suspended(small)
-    lifted = cst.ensure_type(small.visit(_Lifting(names)), type(small)) if pinned.casts_to_fp32 else small
-    if not lifted.deep_equals(small):  # LibCST copies every node that it visits
-        casts = value_of(lifted)
-        if casts is not None and not any(map(names.computes, _walk_outside_calls(casts, pinned))):
-            return [Piece(line.with_changes(body=[lifted]), names, pinned)]
-        small = lifted
-    if pinned.operations:
-        _refuse_writes(small, names)
-        small = _without_augmented(small, names)
-    value = value_of(small)
+    statement, names = pinned.statement, pinned.names
+    value = value_of(statement)
     if value is None:
         raise EditError(NOTHING_COMPUTED)
-    pieces, new = list[Piece](), dict[int, cst.BaseExpression]()
+    pieces, new = list[Piece](), dict[ast.AST, str]()
     for node in _hoisted(value, pinned):
         if node is value:
             break
         name = _new_name(node, value, pinned, names.bindings.taken | names.half | names.full)
-        made = _alone(with_replaced(node, new), names.bindings.module.default_indent)
-        assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], made)
-        pieces.append(Piece(cst.SimpleStatementLine([assignment]), names, pinned, _is_fp32(node, pinned)))
-        new[id(node)] = cst.Name(name)
+        pieces.append(Piece(statement, names, pinned, _is_fp32(node, pinned), node, name, dict(new)))
+        new[node] = name
         # The result of an op under autocast is in half.
         kind = "full" if pieces[-1].is_fp32 else "half"
         names = replace(names, **{kind: getattr(names, kind) | {name}})
-    rest = line.with_changes(body=[with_replaced(small, new)], leading_lines=())
-    pieces.append(Piece(rest, names, pinned, _is_fp32(value, pinned)))
-    first = pieces[0].statement.with_changes(leading_lines=line.leading_lines)
-    return [replace(pieces[0], statement=first), *pieces[1:]]
+    return [*pieces, Piece(statement, names, pinned, _is_fp32(value, pinned), new=new)]
 
 
 NOT_TRACED = (
@@ -266,7 +288,7 @@ NOT_TRACED = (
 NOTHING_COMPUTED = "it only calls modules or functions; pin what it calls"
 
 
-def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpression]:
+def _hoisted(value: ast.expr, pinned: PinnedLine) -> list[ast.expr]:
     """Return the expressions to move to their own lines before the statement, in order of evaluation.
 
     These are the pinned calls and, to keep the order, all calls before them. If the line's operations are pinned, they
@@ -275,7 +297,7 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     calls = _calls(value, pinned)
     fp32 = [node for node in calls if _is_fp32(node, pinned)]
     if pinned.operations:
-        if not (fp32 or any(map(pinned.names.computes, _walk_outside_calls(value, pinned)))):
+        if not (fp32 or pinned.computes(value)):
             raise EditError(NOTHING_COMPUTED if pinned.names.half | pinned.names.full else NOT_TRACED)
         return calls
     if not fp32:
@@ -283,177 +305,177 @@ def _hoisted(value: cst.BaseExpression, pinned: PinnedLine) -> list[cst.BaseExpr
     return calls[: calls.index(fp32[-1]) + 1]
 
 
-def _calls(node: cst.CSTNode, pinned: PinnedLine) -> list[cst.BaseExpression]:
+def _calls(node: ast.AST, pinned: PinnedLine) -> list[ast.expr]:
     """Return the expressions that forward the result of a user's or pinned call, in order of evaluation.
 
     A call nested in another such call is omitted, unless either runs in FP32.
     """
     call = _called(node, pinned)
-    if isinstance(node, CONDITIONAL) and any(_called(item, pinned) is not None for item in walk(node)):
+    if isinstance(node, CONDITIONAL) and any(_called(item, pinned) is not None for item in ast.walk(node)):
         raise EditError("it calls on a condition or in a comprehension; make the call on its own line first")
     inner = [one for child in _parts_called_with(call or node) for one in _calls(child, pinned)]
     if call is None:
         return inner
-    assert isinstance(node, cst.BaseExpression)
-    given = [item for arg in call.args for item in _walk_outside_calls(arg.value, pinned)]
+    assert isinstance(node, ast.expr)
     if pinned.is_pinned(call):
-        if any(map(is_product, given)):
+        if any(is_product(item) for one in arguments(call) for item in _walk_outside_calls(one, pinned)):
             raise EditError("the same expression computes a product; put that on its own line first")
     elif pinned.operations:
-        inner += (
-            arg.value for arg in call.args if any(map(pinned.names.computes, _walk_outside_calls(arg.value, pinned)))
-        )
+        inner += filter(pinned.computes, arguments(call))
     return [*inner, node] if any(_is_fp32(one, pinned) for one in (*inner, node)) else [node]
 
 
-def _parts_called_with(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """Return the children of a node; for a method call, the owner and the arguments."""
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call without their stars."""
+    return [one.value if isinstance(one, ast.Starred) else one for one in given(call)]
+
+
+def _parts_called_with(node: ast.AST) -> Sequence[ast.AST]:
+    """Return the parts of a node; for a method call, the owner and the arguments."""
     match node:
-        case cst.Call(func=cst.Attribute(value=owner), args=args):
-            return (owner, *args)
-    return node.children
+        case ast.Call(func=ast.Attribute(value=owner)):
+            return (owner, *given(node))
+    return list(ast.iter_child_nodes(node))
 
 
-def _walk_outside_calls(node: cst.CSTNode, pinned: PinnedLine) -> Iterator[cst.CSTNode]:
-    """Yield the node and its descendants, without user or pinned calls and their arguments."""
+def _walk_outside_calls(node: ast.AST, pinned: PinnedLine) -> Iterator[ast.AST]:
+    """Yield the node and the nodes in it, without user or pinned calls and their arguments."""
     if _called(node, pinned) is None:
         yield node
         for child in _parts_called_with(node):
             yield from _walk_outside_calls(child, pinned)
 
 
-def _called(node: cst.CSTNode, pinned: PinnedLine) -> cst.Call | None:
+def _called(node: ast.AST, pinned: PinnedLine) -> ast.Call | None:
     """Return the call that produces an expression: ``self.key(x)`` in ``self.key(x)[0].view(1, -1).T``."""
     match node:
-        case cst.Call() if pinned.is_pinned(node) or pinned.names.is_users(node):
+        case ast.Call() if pinned.is_pinned(node) or pinned.names.is_users(node):
             return node
-        case cst.Call(func=cst.Attribute(value=inner, attr=cst.Name(value=name))) if name in MOVES:
+        case ast.Call(func=ast.Attribute(value=inner, attr=name)) if name in MOVES:
             return _called(inner, pinned)
-        case cst.Subscript(value=inner) | cst.Attribute(value=inner):
+        case ast.Subscript(value=inner) | ast.Attribute(value=inner):
             return _called(inner, pinned)
     return None
 
 
-def _is_fp32(node: cst.BaseExpression, pinned: PinnedLine) -> bool:
+def _is_fp32(node: ast.expr, pinned: PinnedLine) -> bool:
     call = _called(node, pinned)
     return pinned.operations if call is None else pinned.is_pinned(call)
 
 
-def is_product(node: cst.CSTNode) -> bool:
+def is_product(node: ast.AST) -> bool:
     """True if autocast runs the node in half, so that an edit must not move it into FP32 by accident."""
-    return isinstance(node, cst.MatrixMultiply) or (isinstance(node, cst.Call) and called_name(node) in PRODUCTS)
+    match node:
+        case ast.BinOp(op=ast.MatMult()):
+            return True
+        case ast.Call():
+            return called_name(node) in PRODUCTS
+    return False
 
 
-def _alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
-    """Return the expression without parentheses, unless its line breaks need them."""
-    value = bare(node)
-    try:
-        syntax_tree(cst.Module([]).code_for_node(value), mode="eval")
-    except SyntaxError:
-        opened = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
-        closed = cst.ParenthesizedWhitespace(indent=True)
-        return value.with_changes(lpar=[cst.LeftParen(opened)], rpar=[cst.RightParen(closed)])
-    return value
-
-
-def _new_name(node: cst.BaseExpression, value: cst.BaseExpression, pinned: PinnedLine, taken: Collection[str]) -> str:
+def _new_name(node: ast.expr, value: ast.expr, pinned: PinnedLine, taken: Collection[str]) -> str:
     """Return a readable new name for the result of a call, or for the argument of one."""
     call, end = _called(node, pinned), ""
     if call is None:
-        calls = (call for call in find(value, cst.Call) if any(arg.value is node for arg in call.args))
-        call, end = next(calls), "_input"
+        call, end = next(one for one in walk(value) if isinstance(one, ast.Call) and node in arguments(one)), "_input"
     name = called_name(call).strip("_").lower()
     name = "result" if name in ("", "forward") else name + end
     candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
 
 
-def with_replaced(node: _Node, new: Mapping[int, cst.BaseExpression]) -> _Node:
-    """Return the node with some descendants replaced, by their ids."""
-    return cst.ensure_type(node.visit(_Replaced(new)), type(node))
+# Statements that are refused or rewritten
 
 
-class _Replaced(cst.CSTTransformer):
-    def __init__(self, new: Mapping[int, cst.BaseExpression]) -> None:
-        super().__init__()
-        self._new = new
+def rewritten(document: Document, pinned: PinnedLine) -> tuple[list[Edit], bool]:
+    """Return the edits of a pinned statement itself, and True if it needs no block with them.
 
-    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
-        return self._new.get(id(original_node), updated_node)
+    Casts to half become casts to FP32, and ``x += y`` becomes ``x = x + y``.
 
-
-@dataclass
-class _Lifting(cst.CSTTransformer):
-    """Replaces casts to half (``x.half()``, ``x.to(y.dtype)``) by ``x.float()``, and a half ``dtype=`` by float32."""
-
-    names: TensorNames
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802 - LibCST's name
-        name, args = called_name(updated_node), updated_node.args
-        is_cast = name in ("half", "bfloat16") and not args
-        is_cast |= name in ("to", "type") and len(args) == 1 and self._is_half(args[0].value)
-        if not is_cast or not isinstance(updated_node.func, cst.Attribute):
-            return updated_node
-        return updated_node.with_changes(func=updated_node.func.with_changes(attr=cst.Name("float")), args=())
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: N802 - LibCST's name
-        value, imports = updated_node.value, self.names.bindings.imports
-        if keyword_of(updated_node) == "dtype" and (isinstance(value, cst.Name) or self._is_half(value)):
-            torch = next((cst.Name(name) for name, origin in imports.items() if origin == "torch"), None)
-            value = value if torch is None else cst.Attribute(torch, cst.Name("float32"))
-        return updated_node.with_changes(value=value)
-
-    def _is_half(self, dtype: cst.BaseExpression) -> bool:
-        match dtype:
-            case cst.Attribute(value=of, attr=cst.Name("dtype")):
-                return code_of(of) in self.names.half
-        return self.names.bindings.origin(dtype) in HALF_DTYPES
+    Raises:
+        EditError: the statement cannot run in a block.
+    """
+    statement = pinned.statement
+    _refuse_suspended(statement)
+    lifted = list(_lifted(document, pinned)) if pinned.casts_to_fp32 else []
+    if lifted and not pinned.computes(statement):
+        return lifted, True
+    if pinned.operations:
+        _refuse_writes(statement, pinned.names)
+        if isinstance(statement, ast.AugAssign) and ast.unparse(statement.target) not in pinned.names.full:
+            lifted.append(_plain_assignment(document, statement))
+    return lifted, False
 
 
 HALF_DTYPES = ("torch.float16", "torch.half", "torch.bfloat16")
 
-# Statements that are refused or rewritten
+
+def _lifted(document: Document, pinned: PinnedLine) -> Iterator[Edit]:
+    """Replace casts to half (``x.half()``, ``x.to(y.dtype)``) by ``x.float()``, and a half ``dtype=`` by float32."""
+    imports = pinned.names.bindings.imports
+    torch = next((name for name, origin in imports.items() if origin == "torch"), "")
+
+    def is_half(dtype: ast.expr) -> bool:
+        match dtype:
+            case ast.Attribute(value=of, attr="dtype"):
+                return ast.unparse(of) in pinned.names.half
+        return pinned.names.bindings.origin(dtype) in HALF_DTYPES
+
+    for node in walk(pinned.statement):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="half" | "bfloat16") as method, args=[], keywords=[]):
+                yield _call_of_float(document, node, method)
+            case ast.Call(func=ast.Attribute(attr="to" | "type") as method, args=[dtype], keywords=[]):
+                if is_half(dtype):
+                    yield _call_of_float(document, node, method)
+            case ast.keyword(arg="dtype", value=value) if torch and (isinstance(value, ast.Name) or is_half(value)):
+                yield replaced(document, value, f"{torch}.float32")
 
 
-SUSPENDED: dict[type[cst.CSTNode], str] = {
-    cst.Await: "it awaits, and other code would run with autocast off",
-    cst.Yield: "it yields, and the caller's code would run with autocast off",
-    cst.NamedExpr: "it binds a name with := in the expression",
-    cst.Lambda: "a lambda runs after the block has ended; make it a function first",
-    cst.GeneratorExp: "a generator expression runs after the block has ended; make it a list first",
+def _call_of_float(document: Document, call: ast.Call, method: ast.Attribute) -> Edit:
+    start = document.span(method).end - len(method.attr)
+    return Edit(start, document.span(call).end, "float()")
+
+
+SUSPENDED: Mapping[type[ast.AST], str] = {
+    ast.Await: "it awaits, and other code would run with autocast off",
+    **dict.fromkeys((ast.Yield, ast.YieldFrom), "it yields, and the caller's code would run with autocast off"),
+    ast.NamedExpr: "it binds a name with := in the expression",
+    ast.Lambda: "a lambda runs after the block has ended; make it a function first",
+    ast.GeneratorExp: "a generator expression runs after the block has ended; make it a list first",
 }
 
 
-def _refuse_suspended(code: cst.CSTNode) -> None:
-    calls = (call for call in find(code, cst.Call) if called_name(call) in CONSUMERS)
-    consumed = {id(arg.value) for call in calls for arg in call.args if isinstance(arg.value, cst.GeneratorExp)}
+def _refuse_suspended(code: ast.AST) -> None:
+    calls = (one for one in ast.walk(code) if isinstance(one, ast.Call) and called_name(one) in CONSUMERS)
+    consumed = {one for call in calls for one in given(call) if isinstance(one, ast.GeneratorExp)}
     for node in walk(code):
-        if type(node) in SUSPENDED and id(node) not in consumed:
+        if type(node) in SUSPENDED and node not in consumed:
             raise EditError(SUSPENDED[type(node)])
 
 
-def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> None:
+def _refuse_writes(statement: ast.stmt, names: TensorNames) -> None:
     """Refuse writes into a half tensor, which round any result to half."""
-    if any(map(writes_in_place, find(statement, cst.Call))):
+    if any(map(writes_in_place, ast.walk(statement))):
         raise EditError("it writes into an existing tensor, which stays in half; assign the result instead")
-    for target in targets(statement):
-        if isinstance(target, cst.Subscript) and _half_tensor(target, names, ()):
-            raise EditError("it writes into part of a half tensor; create that tensor in FP32")
+    for node in ast.walk(statement):
+        match node:
+            case ast.Subscript(ctx=ast.Store()) if _half_tensor(node, names, ()):
+                raise EditError("it writes into part of a half tensor; create that tensor in FP32")
 
 
-def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) -> cst.BaseSmallStatement:
-    """Return ``x += y`` as ``x = x + y`` if x is in half. An in-place sum would stay in half."""
-    if not isinstance(statement, cst.AugAssign) or code_of(statement.target) in names.full:
-        return statement
-    target = statement.target
-    if next(find(target, cst.Call), None) is not None:
+def _plain_assignment(document: Document, statement: ast.AugAssign) -> Edit:
+    """Return ``x = x + y`` for ``x += y``. An in-place sum would stay in half."""
+    if any(isinstance(one, ast.Call) for one in ast.walk(statement.target)):
         raise EditError("a call computes what it assigns to; write it as an assignment first")
-    # LibCST's `AddAssign` is the in-place form of `Add`.
-    operator = getattr(cst, type(statement.operator).__name__.removesuffix("Assign"))()
-    plain = cst.BinaryOperation(target, operator, statement.value)
-    apart = plain.with_changes(right=statement.value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()]))
-    is_same = not isinstance(statement.value, cst.Tuple) and code_of(plain) == code_of(apart)
-    return cst.Assign([cst.AssignTarget(target)], plain if is_same else apart)
+    target, end = document.source(statement.target), document.span(statement).end
+    begin = document.span(statement.target).end
+    operator, _, value = document.text[begin:end].partition("=")
+    plain = f"{target} {operator.strip()} {value.strip()}"
+    is_same = canonical(plain) == ast.unparse(ast.BinOp(statement.target, statement.op, statement.value))
+    if isinstance(statement.value, ast.Tuple) or not is_same:
+        plain = f"{target} {operator.strip()} ({value.strip()})"
+    return Edit(begin, end, f" = {plain}")
 
 
 # The casts of a block
@@ -465,69 +487,67 @@ METADATA_BUILTINS = frozenset("len isinstance hasattr type id repr print".split(
 METADATA_ATTRIBUTES = METADATA - {"dtype"} | CAST_METHODS
 """Attributes and methods that read no value of a tensor, or already cast it."""
 
+Read = tuple[str, ast.AST, bool]
+"""The text and the node of a half tensor that is read, and True unless only its dtype is read."""
 
-def _reads(
-    node: cst.CSTNode, names: TensorNames, made: Collection[str]
-) -> Iterator[tuple[str, cst.BaseExpression | None]]:
-    """Yield the half tensors that a statement reads, as text and node, in order.
 
-    Tensors ``made`` in the block are in FP32. The node is None if only the dtype is read, which needs no cast.
-    """
+def _reads(node: ast.AST, piece: Piece, made: Collection[str]) -> Iterator[Read]:
+    """Yield the half tensors that a piece reads, in order. Tensors ``made`` in the block are in FP32."""
+    if node in piece.new:
+        if piece.new[node] in piece.names.half:
+            yield piece.new[node], node, True
+        return
     match node:
-        case cst.Name() | cst.Attribute() | cst.Subscript() if code := _half_tensor(node, names, made):
-            yield code, node
-        case cst.Attribute(value=of, attr=cst.Name(value="dtype")) if code := _half_tensor(of, names, made):
-            yield code, None
+        case ast.Name() | ast.Attribute() | ast.Subscript() if code := _half_tensor(node, piece.names, made):
+            yield code, node, True
+        case ast.Attribute(value=of, attr="dtype") if code := _half_tensor(of, piece.names, made):
+            yield code, node, False
         case _:
             for part in _parts_read(node):
-                yield from _reads(part, names, made)
+                yield from _reads(part, piece, made)
 
 
-def _parts_read(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+def _parts_read(node: ast.AST) -> Sequence[ast.AST]:
     """Return the parts of a node that are read by value."""
     match node:
-        case cst.Attribute(value=cst.Name() | cst.Attribute() | cst.Subscript(), attr=cst.Name(value=name)) if (
+        case ast.Attribute(value=ast.Name() | ast.Attribute() | ast.Subscript(), attr=name) if (
             name in METADATA_ATTRIBUTES
         ):
             return ()
-        case cst.Attribute(value=base):
+        case ast.Attribute(value=base):
             return (base,)
-        case cst.Call(func=function, args=args):
-            return () if dotted(function) in METADATA_BUILTINS else (function, *(arg.value for arg in args))
-        case cst.AssignTarget(target=target) | cst.AugAssign(target=target) | cst.CompFor(target=target):
-            return [part for part in node.children if part is not target]
-        case (
-            cst.Annotation()
-            | cst.Param()
-            | cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())])
-        ):
+        case ast.Call(func=function):
+            return () if dotted(function) in METADATA_BUILTINS else (function, *given(node))
+        case ast.comprehension(iter=values, ifs=tests):
+            return (values, *tests)
+        case ast.arg() | ast.JoinedStr() | ast.Compare(ops=[ast.Is() | ast.IsNot()]):
             return ()
-    return node.children
+    return list(ast.iter_child_nodes(node))
 
 
-def _surely_used(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, bool]]:
+def _surely_used(node: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
     """Yield operands that cannot be None, each with True if it cannot be a number either."""
     if isinstance(node, CONDITIONAL):
         return
     match node:
-        case cst.Attribute(value=base):
+        case ast.Attribute(value=base):
             yield base, True
-        case cst.BinaryOperation(left=left, right=right):
+        case ast.BinOp(left=left, right=right):
             yield from ((left, False), (right, False))
-        case cst.Call(args=args) if called_name(node) in MATRIX_PRODUCTS:
-            yield from ((arg.value, False) for arg in args)
-    for child in node.children:
+        case ast.Call() if called_name(node) in MATRIX_PRODUCTS:
+            yield from ((one, False) for one in given(node))
+    for child in ast.iter_child_nodes(node):
         yield from _surely_used(child)
 
 
-def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[str]) -> str:
+def _half_tensor(node: ast.AST, names: TensorNames, made: Collection[str]) -> str:
     """Return the text of the half tensor that an expression reads from, or ""."""
     match node:
-        case cst.Subscript(value=base) if of := _half_tensor(base, names, made):
+        case ast.Subscript(value=base) if of := _half_tensor(base, names, made):
             return of
-        case cst.Attribute(value=base, attr=name) if name.value in TRANSPOSED and _half_tensor(base, names, made):
+        case ast.Attribute(value=base, attr=name) if name in TRANSPOSED and _half_tensor(base, names, made):
             return ""  # `x.float().T` is the usual order
-    code = code_of(node)
+    code = ast.unparse(node)
     is_half = code in names.half and {code, root_name(node)}.isdisjoint(made)
     return code if is_half else ""
 
@@ -536,24 +556,26 @@ def _half_tensor(node: cst.BaseExpression, names: TensorNames, made: Collection[
 class Casts:
     """The casts of a block.
 
-    Casts in ``lines`` come first. ``inline`` casts are keyed by node id. ``unsure`` names may hold None or a number.
+    Casts in ``lines`` come first. ``inline`` casts are keyed by node. ``unsure`` names may hold None or a number.
     """
 
-    lines: Sequence[cst.BaseStatement]
-    inline: Mapping[int, cst.BaseExpression]
+    lines: Sequence[str]
+    inline: Mapping[ast.AST, str]
     unsure: frozenset[str]
 
 
-def _cast_lines(names: Collection[str], optional: Collection[str]) -> list[cst.BaseStatement]:
+def _cast_lines(names: Collection[str], optional: Collection[str], indent: str) -> list[str]:
     """Return ``q, k = q.float(), k.float()``, and a conditional cast for each ``optional`` name, which may be None."""
     always = [name for name in names if name not in optional]
     casts = ", ".join(f"{name}.float()" for name in always)
     lines = [f"{', '.join(always)} = {casts}"] if always else []
-    lines += [f"if {name} is not None:\n    {name} = {name}.float()" for name in names if name in optional]
-    return [cst.parse_statement(line) for line in lines]
+    for name in names:
+        if name in optional:
+            lines += [f"if {name} is not None:", f"{indent}{name} = {name}.float()"]
+    return lines
 
 
-def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
+def casts_of(document: Document, pieces: Sequence[Piece], made: Collection[str], indent: str) -> Casts:
     """Cast the half names that the pieces read: in a line at the start of the block, or inline if each is read once.
 
     Expressions ``made`` are in FP32 when the block starts.
@@ -561,18 +583,18 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
     Raises:
         EditError: a tensor to cast may be None.
     """
-    reads: list[tuple[str, cst.BaseExpression | None]] = []
+    reads: list[Read] = []
     known = set(made)
     for piece in pieces:
-        reads += _reads(piece.small, piece.names, known)
-        known |= assigned_codes(piece.small)
+        reads += _reads(piece.value, piece, known)
+        known |= piece.assigned
     bindings = pieces[0].names.bindings
     numbers = bindings.maybe_plain_values
-    used = {id(node): is_asked for piece in pieces for node, is_asked in _surely_used(piece.small)}
+    used = {node: is_asked for piece in pieces for node, is_asked in _surely_used(piece.value)}
     # A possible number needs no cast, since an FP32 tensor promotes it. A read of its attribute rules out a number.
-    reads = [(code, node) for code, node in reads if code not in numbers or used.get(id(node))]
-    cast = dict.fromkeys(code for code, node in reads if node is not None)
-    sure = {code for code, node in reads if id(node) in used}
+    reads = [read for read in reads if read[0] not in numbers or used.get(read[1])]
+    cast = dict.fromkeys(code for code, _, is_value in reads if is_value)
+    sure = {code for code, node, _ in reads if node in used}
     optional = bindings.maybe_none & cast.keys() - sure
     fixed = numbers | bound_inside(pieces) | set(written_into(bindings.scope))
     # In the order of the parameters, as in `q, k, v = q.float(), k.float(), v.float()`.
@@ -580,18 +602,19 @@ def casts_of(pieces: Sequence[Piece], made: Collection[str]) -> Casts:
     own = [code for code in order if code.isidentifier() and code not in fixed and bindings.may_assign(code)]
     if stuck := sorted(optional - set(own)):
         raise EditError(f"{stuck[0]} may be None there, and None has no .float()")
-    count = Counter(code for code, _ in reads)
+    count = Counter(code for code, *_ in reads)
     rebound = own if optional or any(count[code] > 1 for code in own) else []
+    moved = {node: name for piece in pieces for node, name in piece.new.items()}
     inline = {
-        id(node): cst.Call(cst.Attribute(node, cst.Name("float")))
-        for code, node in reads
-        if node is not None and code not in rebound
+        node: f"{moved.get(node) or document.source(node)}.float()"
+        for code, node, is_value in reads
+        if is_value and code not in rebound
     }
-    return Casts(_cast_lines(rebound, optional), inline, (numbers | bindings.maybe_none) - sure)
+    return Casts(_cast_lines(rebound, optional, indent), inline, (numbers | bindings.maybe_none) - sure)
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:
     """Return the names that the pieces bind in comprehensions, in lambdas and with ``:=``."""
-    kinds = (cst.CompFor, cst.Param, cst.NamedExpr)
-    binding = (item for piece in pieces for item in walk(piece.small) if isinstance(item, kinds))
-    return {name for item in binding for name in names_assigned(item)}
+    kinds = (ast.comprehension, ast.arg, ast.NamedExpr)
+    binding = (one for piece in pieces for one in ast.walk(piece.value) if isinstance(one, kinds))
+    return {name for one in binding for name in names_assigned(one)}

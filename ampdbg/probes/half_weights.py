@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -19,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook, register_module_parameter_registration_hook
 
-from ampdbg.lint.document import Document
 from ampdbg.probes.seams import attached, replaced
 from ampdbg.probes.tensors import HALVES
+from ampdbg.source.document import Document
 from ampdbg.source.ownership import is_users
 from ampdbg.source.source_file import read_source
 
@@ -152,7 +151,7 @@ def _dtypes_on(frame: FrameType) -> frozenset[str]:
         document = document_of(frame.f_code.co_filename)
         texts = (one.value for one in document.find(ast.keyword) if str(one.arg).endswith("dtype"))
         nodes = [*document.loads(), *(one for one in texts if isinstance(one, ast.Constant))]
-        statement = statement_at(document, frame.f_lineno)
+        statement = document.statements[frame.f_lineno]
         on_it = [node for node in nodes if document.statement(node) is statement]
         return frozenset(document.source(node) for node in on_it if any(_value(node, frame) is one for one in HALVES))
     return frozenset()
@@ -160,18 +159,7 @@ def _dtypes_on(frame: FrameType) -> frozenset[str]:
 
 def document_of(file: str) -> Document:
     """Parse a source file, as it is on disk now."""
-    return _parsed(Path(file).read_bytes())
-
-
-@functools.lru_cache(maxsize=32)
-def _parsed(source: bytes) -> Document:
-    return Document(read_source(source).text)
-
-
-def statement_at(document: Document, line: int) -> ast.stmt:
-    """Return the innermost statement on a line that has run."""
-    statements = (node for node in ast.walk(document.tree) if isinstance(node, ast.stmt))
-    return [one for one in statements if one.lineno <= line <= (one.end_lineno or line)][-1]
+    return read_source(Path(file).read_bytes()).document
 
 
 def _value(node: ast.AST, frame: FrameType) -> Any:

@@ -1,19 +1,18 @@
-"""A source file parsed by LibCST: its statements by line, its functions, and its bytes after an edit."""
+"""A source file that a patch edits: its statements by line, the functions around them, and its encoding."""
 
 from __future__ import annotations
 
-import difflib
+import ast
 import functools
 import io
 import itertools
+import re
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import libcst as cst
-from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
-
-from ampdbg.source.expressions import Bindings, disables_autocast, dotted, find, imports_of, walk
+from ampdbg.source.document import FUNCTIONS, LOOPS, Document
+from ampdbg.source.names import Bindings, disables_autocast, dotted, imports_of
+from ampdbg.syntax_tree import UNPARSABLE
 
 
 class EditError(Exception):
@@ -26,13 +25,13 @@ class EditError(Exception):
 
 @dataclass(frozen=True)
 class Located:
-    """A line of simple statements and its location.
+    """A simple statement on lines of its own, and its location.
 
     ``bindings`` are the names of the innermost enclosing function. ``qualname`` lists all enclosing functions and
     classes, outermost first. ``is_off`` is True if a ``with`` or decorator there disables autocast for the line.
     """
 
-    line: cst.SimpleStatementLine
+    statement: ast.stmt
     span: range
     qualname: tuple[str, ...]
     bindings: Bindings
@@ -51,105 +50,72 @@ class Located:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file's text, its encoding as Python detects it (``utf-8-sig`` with a byte order mark), and its tree."""
+    """A file's document, and its encoding as Python detects it (``utf-8-sig`` with a byte order mark)."""
 
-    text: str
+    document: Document
     encoding: str
-    module: cst.Module
-
-    @functools.cached_property
-    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
-        return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
-
-    @functools.cached_property
-    def _parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
-        return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(ParentNodeProvider)
-
-    @functools.cached_property
-    def _statements(self) -> Mapping[int, cst.CSTNode]:
-        """The innermost statement on each line, or the statements after a colon on that line."""
-        kinds = (cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.BaseCompoundStatement)
-        statements = (node for node in walk(self.module) if isinstance(node, kinds))
-        return {number: node for node in statements for number in self.span(node)}
-
-    def with_module(self, edited: cst.Module) -> bytes:
-        """Return the file with the edited tree. Unedited lines keep their original bytes.
-
-        Raises:
-            EditError: LibCST does not reproduce the file's own lines.
-        """
-        own, parsed = self.text.split("\n"), self.module.code.split("\n")
-        if len(own) != len(parsed):
-            raise EditError("its line endings cannot be kept; save it with LF or CRLF")
-        # LibCST drops form feeds, and tabs before a comment, so take unchanged lines from the file.
-        after = edited.code.split("\n")
-        changes = difflib.SequenceMatcher(None, parsed, after, autojunk=False).get_opcodes()
-        lines = [
-            line
-            for kind, start, end, new_start, new_end in changes
-            for line in (own[start:end] if kind == "equal" else after[new_start:new_end])
-        ]
-        return "\n".join(lines).encode(self.encoding)
 
     def at(self, number: int) -> Located:
         """Return the statement on a line (counted from 1).
 
         Raises:
-            EditError: the line has no statement, or a statement of an unsupported kind.
+            EditError: the line has no statement, or one that is compound or shares its lines.
         """
-        count = io.StringIO(self.text, newline=None).read().count("\n") + 1  # as Python counts lines
+        document = self.document
+        count = len(re.findall(r"\r\n|\r|\n", document.text)) + 1  # as Python counts lines
         if not 1 <= number <= count:
             raise EditError(f"the file has {count} lines", number)
-        statement = self._statements.get(number)
+        statement = document.statements.get(number)
         if statement is None:
             raise EditError("no statement is there, only a blank line, a comment or a decorator", number)
-        if isinstance(statement, cst.SimpleStatementSuite):
-            raise EditError("it follows a colon; put it on its own line first", number)
-        if not isinstance(statement, cst.SimpleStatementLine):
+        if hasattr(statement, "body") or isinstance(statement, ast.Match):
             reason = "it is the head of a compound statement; compute what it needs on its own line first"
             raise EditError(reason, number)
-        around = list(self._around(statement))
-        functions = [node for node in around if isinstance(node, cst.FunctionDef)]
-        bodies = (self.module.body, *(function.body.body for function in reversed(functions)))
+        if not document.has_own_lines(statement):
+            first = next(one for one in document.block(statement) if one.lineno == statement.lineno)
+            is_behind_colon = document.text[: document.span(first).start].rstrip(" \t").endswith(":")
+            reason = "it follows a colon; put it on its own line first" if is_behind_colon else SEVERAL
+            raise EditError(reason, number)
+        around = list(document.around(statement))
+        functions = [node for node in around if isinstance(node, FUNCTIONS)]
+        bodies = (document.tree.body, *(function.body for function in reversed(functions)))
         imports = {name: origin for body in bodies for name, origin in imports_of(body).items()}
         within = around[: around.index(functions[0]) + 1] if functions else around
         is_off = any(disables_autocast(node, imports) for node in within)
-        return Located(statement, self.span(statement), self.qualname(statement), self.bindings(statement), is_off)
+        return Located(statement, span(statement), self.qualname(statement), self.bindings(statement), is_off)
 
-    def bindings(self, node: cst.CSTNode) -> Bindings:
+    def bindings(self, node: ast.AST) -> Bindings:
         """Return the names of the innermost function around a node."""
-        around = (one for one in self._around(node) if isinstance(one, cst.FunctionDef))
-        return Bindings(self.module, next(around, None))
+        return Bindings(self.document.tree, self.document.function(node))
 
     def above(self, number: int) -> list[int]:
         """Return the first lines of the statements above the given line in its block, nearest first; see :meth:`at`."""
-        line = self.at(number).line
-        suite = self._parents[line]
-        body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
-        return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
+        statement = self.at(number).statement
+        block = self.document.block(statement)
+        return [one.lineno for one in reversed(block[: block.index(statement)])]
 
     def calls_in(self, function: str, callee: str) -> tuple[int, ...]:
         """Return the lines that call ``callee`` in the function of this qualified name, without inner functions."""
-        calls = (call for call in find(self.module, cst.Call) if dotted(call.func) == callee)
-        return tuple(self.span(call)[0] for call in calls if self.qualname(call) == parts_of(function))
+        calls = (call for call in self.document.calls if dotted(call.func) == callee)
+        return tuple(call.lineno for call in calls if self.qualname(call) == parts_of(function))
 
-    def loop_around(self, line: cst.SimpleStatementLine) -> cst.BaseStatement:
-        """Return the outermost loop around a line in the same function, or the line itself if there is none."""
-        around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(line))
-        return [line, *(item for item in around if isinstance(item, (cst.For, cst.While)))][-1]
+    def loop_around(self, statement: ast.stmt) -> ast.stmt:
+        """Return the outermost loop around a statement in its function, or the statement itself if there is none."""
+        around = itertools.takewhile(lambda item: not isinstance(item, FUNCTIONS), self.document.around(statement))
+        return [statement, *(item for item in around if isinstance(item, LOOPS))][-1]
 
-    def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
+    def qualname(self, node: ast.AST) -> tuple[str, ...]:
         """Return the names of the functions and classes around a node, outermost first."""
-        around = [item for item in self._around(node) if isinstance(item, (cst.FunctionDef, cst.ClassDef))]
-        return tuple(item.name.value for item in reversed(around))
+        around = (one for one in self.document.around(node) if isinstance(one, (*FUNCTIONS, ast.ClassDef)))
+        return tuple(reversed([one.name for one in around]))
 
-    def _around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        while (above := self._parents.get(node)) is not None:
-            yield (node := above)
 
-    def span(self, node: cst.CSTNode) -> range:
-        position = self._positions[node]
-        return range(position.start.line, position.end.line + 1)
+SEVERAL = "the line holds several statements; put each on its own line first"
+
+
+def span(node: ast.stmt) -> range:
+    """Return the lines of a statement, without decorators."""
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -157,17 +123,17 @@ def read_source(source: bytes) -> SourceFile:
     """Decode and parse a file.
 
     Raises:
-        EditError: LibCST cannot parse the file, or the file is not in its declared encoding.
+        EditError: Python cannot parse the file, or the file is not in its declared encoding.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         text = source.decode(encoding)
-        module = cst.parse_module(text)
-    except cst.ParserSyntaxError as error:
-        raise EditError(f"line {error.raw_line} does not parse", error.raw_line) from None
     except (SyntaxError, UnicodeDecodeError) as error:
         raise EditError(f"it cannot be decoded: {error}") from None
-    return SourceFile(text, encoding, module)
+    try:
+        return SourceFile(Document(text), encoding)
+    except UNPARSABLE as error:
+        raise EditError(f"it does not parse: {error}", getattr(error, "lineno", None) or 0) from None
 
 
 def parts_of(function: str) -> tuple[str, ...]:

@@ -361,11 +361,11 @@ def test_lint_with_several_processes_keeps_the_order_of_the_files(here: Here) ->
     assert [Path(one.path).name for one in found.findings] == sorted(one.name for one in here.folder.glob("*.py"))
 
 
-def test_lint_imports_neither_torch_nor_libcst(tmp_path: Path) -> None:
+def test_lint_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLIPS)
     done = start_fresh(tmp_path, "lint", "train.py", flags=("-X", "importtime"))
     assert done.code == 1
-    assert not {"torch", "libcst"} & imported_by(done)
+    assert "torch" not in imported_by(done)
 
 
 # The misuses planted for the watched loop

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.lint.document import Document
 from ampdbg.lint.engine import hits_of, wanted_rules
 from ampdbg.lint.fixes import fixed
 from ampdbg.lint.rule import Rule
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
 from ampdbg.record.codes import CODES
+from ampdbg.source.document import Document
 
 MARK = re.compile(r"# <- ([\w -]+)")
 EVERYTHING = Settings()

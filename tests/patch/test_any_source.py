@@ -1,4 +1,4 @@
-"""Edits of arbitrary files that LibCST can parse: the result parses, and the rest of the file is unchanged."""
+"""Edits of arbitrary files: the result parses, and the rest of the file is unchanged."""
 
 import ast
 from pathlib import Path

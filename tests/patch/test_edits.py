@@ -371,7 +371,7 @@ def test_a_call_pin_edits_only_the_function_of_its_qualified_name() -> None:
     source = b"class A:\n    def f(self, x):\n        return self.a(x)\n\n"
     source += source.replace(b"class A", b"class B")
     edited = edit_source(source, [LinePin("B.f", (7,), "self.a")], seen_anywhere(("x",))).source
-    assert edited.startswith(b"import torch\n\n" + source[: source.index(b"class B")])
+    assert edited.startswith(b"import torch\n\n\n" + source[: source.index(b"class B")])
     assert edited.count(b"enabled=False") == 1
 
 

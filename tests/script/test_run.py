@@ -458,7 +458,7 @@ def test_run_refuses_a_non_script_target_with_a_hint(tmp_path: Path, arguments: 
     assert not (tmp_path / ".ampdbg").exists()
 
 
-OWN = ("yaml", "typer", "tqdm", "rich", "libcst")
+OWN = ("yaml", "typer", "tqdm", "rich")
 """Modules that ampdbg or torch has loaded when the script starts, and modules that ampdbg loads afterwards."""
 
 

@@ -1,9 +1,11 @@
 """Imports of a file: the names that they bind, the expressions that are autocast, and the place of a new import."""
 
-import libcst as cst
+import ast
+
 import pytest
 
-from ampdbg.source.expressions import disables_autocast, imports_of, origin_of, with_imported
+from ampdbg.source.edits import with_imported
+from ampdbg.source.names import disables_autocast, imports_of, origin_of
 
 IMPORTS = {
     "import torch.nn": {"torch": "torch"},
@@ -18,7 +20,7 @@ IMPORTS = {
 
 @pytest.mark.parametrize(("source", "bound"), IMPORTS.items(), ids=IMPORTS.keys())
 def test_imports_of_maps_bound_names_to_their_origins(source: str, bound: dict[str, str]) -> None:
-    assert imports_of(cst.parse_module(source).body) == bound
+    assert imports_of(ast.parse(source).body) == bound
 
 
 def test_origin_of_resolves_only_imported_names() -> None:
@@ -37,7 +39,7 @@ def test_origin_of_resolves_only_imported_names() -> None:
 )
 def test_disabled_autocast_is_recognized_under_any_imported_name(expression: str, off: bool) -> None:
     imports = {"torch": "torch", "cast_off": "torch.amp.autocast"}
-    item = cst.parse_expression(expression)
+    item = ast.parse(expression, mode="eval").body
     assert disables_autocast(item, imports) == off
 
 
@@ -50,10 +52,11 @@ PLACED = {
     "in front of the package's own": ("from . import a\n\nx = 1\n", "import torch\n\nfrom . import a\n\nx = 1\n"),
     "below the docstring": ('"""Doc."""\n\nx = 1\n', '"""Doc."""\n\nimport torch\n\nx = 1\n'),
     "on top": ("x = 1\n", "import torch\n\nx = 1\n"),
+    "below the comment on top": ("# Licence\n\nx = 1\n", "# Licence\n\nimport torch\n\nx = 1\n"),
     "nowhere, as it is there": ("import torch\n", "import torch\n"),
 }
 
 
 @pytest.mark.parametrize(("before", "after"), PLACED.values(), ids=PLACED.keys())
 def test_a_missing_import_is_inserted_in_the_right_section(before: str, after: str) -> None:
-    assert with_imported(cst.parse_module(before), "torch").code == after
+    assert with_imported(before, "torch") == after

@@ -1,12 +1,14 @@
-"""Source files as LibCST reads them: the statement on a line, and the bytes that an edit leaves unchanged."""
+"""Source files: the statement on a line, and the bytes that an edit leaves unchanged."""
 
 import os
 from pathlib import Path
 
-import libcst as cst
 import pytest
 
-from ampdbg.source.source_file import EditError, SourceFile, read_source
+from ampdbg.patch.edits import LinePin, edit_source
+from ampdbg.probes.half_names import LineNames
+from ampdbg.source.edits import Fix, above, applied
+from ampdbg.source.source_file import EditError, read_source
 from tests.siblings import slow_except
 
 STANDARD_LIBRARY = Path(os.__file__).parent
@@ -32,11 +34,10 @@ def test_an_inserted_line_leaves_all_other_bytes_unchanged(file: Path) -> None:
     """The only difference is the line inserted before the last statement."""
     source = file.read_bytes()
     text = read_source(source)
-    assert text.with_module(text.module) == source
-    line = cst.SimpleStatementLine([cst.Expr(cst.SimpleString("'here'"))])
-    body = text.module.body
-    edited = text.with_module(text.module.with_changes(body=[*body[:-1], line, *body[-1:]]))
-    before, here, after = edited.partition(b"'here'" + text.module.default_newline.encode())
+    document = text.document
+    assert document.text.encode(text.encoding) == source
+    edited = applied(document, [Fix((above(document, document.tree.body[-1], "'here'"),))]).encode(text.encoding)
+    before, here, after = edited.partition(b"'here'" + document.newline.encode())
     assert here
     assert before + after == source
 
@@ -44,13 +45,18 @@ def test_an_inserted_line_leaves_all_other_bytes_unchanged(file: Path) -> None:
 @pytest.mark.parametrize("source", [b"x = 1\ry = x @ x\r", b"x = 1\r\n\x0cy = 2\r\n", b"", b"\n", b"# only a comment"])
 def test_unusual_files_without_an_edit_are_unchanged(source: bytes) -> None:
     text = read_source(source)
-    assert text.with_module(text.module) == source
+    assert applied(text.document, []).encode(text.encoding) == source
 
 
-def test_an_edit_is_refused_if_libcst_loses_line_endings() -> None:
-    text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"))
-    with pytest.raises(EditError, match="line endings cannot be kept"):
-        text.with_module(cst.parse_module("y = 1\n"))
+def test_a_file_whose_lines_end_in_carriage_returns_is_edited() -> None:
+    source = b"import torch\r\rdef f(x):\r    return x @ x\r"
+    names = {4: LineNames(half={"x": None})}
+    edited = edit_source(source, [LinePin("f", (4,))], names).source
+    assert edited.split(b"\r")[3:5] == [
+        b"    with torch.autocast(device_type=x.device.type, enabled=False):",
+        b"        x = x.float()",
+    ]
+    assert b"\n" not in edited
 
 
 NET = b"""\

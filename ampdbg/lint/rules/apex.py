@@ -6,11 +6,11 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 
-from ampdbg.lint.document import Document
-from ampdbg.lint.edits import removed, replaced
-from ampdbg.lint.expressions import argument, constant, takes_stars
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Fix, removed, replaced
+from ampdbg.source.expressions import argument, constant, takes_stars
 
 AMP_CODE, CLASS_CODE = "apex-amp", "apex-class"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.edits import replaced
-from ampdbg.lint.expressions import constant, method
 from ampdbg.lint.facts import AUTOCASTS, AutocastUse, Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.edits import Fix, replaced
+from ampdbg.source.expressions import constant, method
 
 DTYPE, DEVICE, DECORATOR = "misuse-autocast-float32", "misuse-autocast-device", "misuse-autocast-decorator"
 OWN_DEVICE = "torch.cuda.amp.autocast"

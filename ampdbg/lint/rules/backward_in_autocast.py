@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ampdbg.lint.edits import dedented, indent_unit, is_movable
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
+from ampdbg.source.edits import Fix, dedented, is_movable
+from ampdbg.source.expressions import method
 
 CODE = "misuse-backward-in-autocast"
 
@@ -49,7 +49,7 @@ def _fix(facts: Facts, call: ast.Call) -> Fix | None:
     stays = facts.autocast_of(item.context_expr) is None or any(map(_COMPUTES.search, calls))
     if stays or document.nearest(block, ast.With) is not None or not is_movable(document, moved):
         return None
-    return Fix(tuple(dedented(document, moved, indent_unit(document, statement, block))))
+    return Fix(tuple(dedented(document, moved, document.indent_unit(statement))))
 
 
 RULE = Rule(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.edits import replaced
-from ampdbg.lint.expressions import argument, takes_stars, unmoved
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.edits import Fix, replaced
+from ampdbg.source.expressions import argument, takes_stars, unmoved
 
 CODE = "misuse-bce"
 FUNCTION, MODULE = "torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"

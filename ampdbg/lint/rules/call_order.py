@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from textwrap import indent
 
-from ampdbg.lint.edits import above, below, removed, replaced
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 from ampdbg.lint.training_loops import LoopHit, TrainingLoop, training_loops
+from ampdbg.source.edits import Fix, above, below, removed, replaced
 
 CLIP, TWICE, WINDOW, BARE = "misuse-clip-scaled", "misuse-unscale-twice", "misuse-accumulate", "misuse-bare-step"
 CODES = (CLIP, TWICE, WINDOW, BARE, "misuse-many-updates")

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampdbg.lint.document import FUNCTIONS
-from ampdbg.lint.edits import above
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.document import FUNCTIONS
+from ampdbg.source.edits import Edit, Fix, above
+from ampdbg.source.expressions import method
 
 CODE = "misuse-custom-function"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from ampdbg.lint.document import Document
-from ampdbg.lint.edits import replaced
-from ampdbg.lint.expressions import takes_stars
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.document import Document
+from ampdbg.source.edits import Edit, Fix, replaced
+from ampdbg.source.expressions import takes_stars
 
 CODE = "deprecated-amp"
 HOMES = ("torch.cuda.amp", "torch.cpu.amp")

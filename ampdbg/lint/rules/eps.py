@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.expressions import argument, given, method, number
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.expressions import argument, given, method, number
 
 CODE = "eps-underflow"
 MESSAGE = "{value} is zero in this tensor's float16, so nothing keeps the {what} from zero"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import argument, constant, given
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
+from ampdbg.source.expressions import argument, constant, given
 
 CODE = "misuse-gradient-penalty"
 

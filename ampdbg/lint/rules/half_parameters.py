@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.expressions import argument, given, method, number, takes_stars, unmoved
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.expressions import argument, given, method, number, takes_stars, unmoved
 
 SCALED, EPS = "misuse-half-parameters", "optimizer-underflow"
 ADAMS = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax"))

@@ -6,10 +6,10 @@ import ast
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 from ampdbg.ops import CAST_METHODS
+from ampdbg.source.expressions import method
 
 CODE = "misuse-lost-upcast"
 CASTS = (*CAST_METHODS, "to", "type")

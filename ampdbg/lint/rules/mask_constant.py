@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import TypeGuard
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.edits import replaced
-from ampdbg.lint.expressions import argument, method, number
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.edits import Fix, replaced
+from ampdbg.source.expressions import argument, method, number
 
 CODE = "mask-constant"
 MESSAGE = "{value} is beyond what float16 can hold (65504): torch refuses to write it into half scores"

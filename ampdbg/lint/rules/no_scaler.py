@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.source.expressions import method
 
 CODE = "misuse-no-scaler"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.edits import below
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
+from ampdbg.source.edits import Fix, below
 
 CODE = "misuse-no-update"
 _ASKING = (ast.Attribute, ast.If, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp)

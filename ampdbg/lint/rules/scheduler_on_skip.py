@@ -6,9 +6,9 @@ import ast
 import functools
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import given, is_none, method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
+from ampdbg.source.expressions import given, is_none, method
 
 CODE = "misuse-scheduler-on-skip"
 MESSAGE = "the scheduler also steps when the scaler skips the optimizer's step; a few skips at the start do little harm"

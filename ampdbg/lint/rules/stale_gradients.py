@@ -7,11 +7,11 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from ampdbg.lint.document import LOOPS
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 from ampdbg.lint.training_loops import training_loops
+from ampdbg.source.document import LOOPS
+from ampdbg.source.expressions import method
 
 CODE = "misuse-stale-gradients"
 

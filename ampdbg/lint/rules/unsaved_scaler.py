@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import Document
-from ampdbg.lint.expressions import argument, method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
+from ampdbg.source.document import Document
+from ampdbg.source.expressions import argument, method
 
 CODE = "misuse-unsaved-scaler"
 
