@@ -90,13 +90,13 @@ def _check_names(module: ast.Module, functions: Collection[str]) -> None:
 
 def _helper_above(document: Document, statement: ast.stmt, functions: Mapping[str, str]) -> Edit:
     """Insert the functions, two blank lines apart, above the comments of the top-level statement around a line."""
-    *_, outermost, _module = statement, *document.around(statement)
-    before = document.tree.body[: document.tree.body.index(outermost)]
+    start = document.span(statement).start
+    before = [one for one in document.tree.body if document.span(one).end < start]
     at = document.lines(before[-1]).end if before else document.lines(document.tree.body[0]).start
     after = document.text[at:]
     blank_lines = after[: len(after) - len(after.lstrip())].count("\n")
     text = "\n\n\n".join(functions.values())
-    text = re.sub(rf"(?m)^({INDENT})+", lambda start: document.default_indent * (len(start[0]) // len(INDENT)), text)
+    text = re.sub(rf"(?m)^({INDENT})+", lambda found: document.default_indent * (len(found[0]) // len(INDENT)), text)
     text = "\n\n" * bool(before) + f"{text}\n" + "\n" * max(0, 2 - blank_lines)
     return Edit(at, at, text.replace("\n", document.newline))
 
