@@ -8,8 +8,8 @@ into the gradients of parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,7 +28,7 @@ from ampdbg.ops import (
     base_name,
 )
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import KnownMagnitudes, OpKey, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
+from ampdbg.probes.op_trace import OpKey, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
 from ampdbg.probes.tensors import HALVES, NOTHING, Magnitude, float_values, may_be_bad, together
 from ampdbg.record.run import OpSite, Producer
 
@@ -54,39 +54,85 @@ class Circumstances:
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
+NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the values in a storage come from. A storage of unknown origin is a mask, or data that the code reads from
+    elsewhere.
+
+    Attributes:
+        causes: The ops, by their index in the trace, where inf and NaN among the values start.
+        leaf: The name of the batch leaf, if the storage holds only values of that leaf.
+        is_of_weights: True if the values depend on the weights.
+        spacing: The largest relative spacing of the half numbers from which the values were moved or cast.
+        is_made: True if an op of the step has written the values.
+    """
+
+    causes: frozenset[int] = NONE
+    leaf: str | None = None
+    is_of_weights: bool = False
+    spacing: float = 0.0
+    is_made: bool = False
+
+
+UNKNOWN = Origin()
+
+SAME = 1e-6
+"""Relative tolerance for a constant, which is rounded when it is written into a tensor."""
+
 
 class ProducerTrace(OpTrace):
-    """Records every op, and the circumstances of producers by their index in ``ops``; ``bad`` follows their inf and
-    NaN.
+    """Records every op, and the circumstances of producers by their index in ``ops``. It follows the origins of values
+    by storage, through views and casts, and keeps no tensor alive.
 
     ``data`` is the data of the step. A producer that only moves or casts a tensor in it gets the tensor's name.
+
+    ``poisonous`` are producers of infinities from which an op has computed NaN. ``divisors`` are producers of
+    infinities by which an op has divided; the quotients are zero. ``in_gradients`` are the ops where inf or NaN in a
+    parameter's gradient starts. Forward ops count too: a backward pass reads saved tensors, even if the forward pass
+    masks them.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, data: NamedTensors = ()) -> None:
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
-        self.bad = BadValues(self.known)
+        self.poisonous: set[int] = set()
+        self.divisors: set[int] = set()
+        self.in_gradients: set[int] = set()
         self.angular: set[OpKey] = set()
         """The sines and cosines of angles in half precision, now or earlier, that are too large for its spacing."""
-        self._spacings: dict[int, float] = {}
         self.given_bad: int | None = None
         """The index of the first op that reads inf or NaN from outside the step. Its output is not finite."""
-        self._made: set[int] = set()
-        self._origins = Origins(model, data)
+        self._origins = {storage_of(leaf): Origin(leaf=name) for name, leaf in data}
+        self._origins |= dict.fromkeys(map(storage_of, model.parameters()), Origin(is_of_weights=True))
+        self._origins.pop(0, None)
+        self._constants: set[float] = set()
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
+        self._inputs: Sequence[tuple[torch.Tensor, Origin]] = ()
+        self._infinite: Sequence[frozenset[int]] = ()
+        self._saturated: set[int] = set()
+        self._used: set[int] = set()
 
     @property
     def harmless(self) -> set[int]:
         """The producers with infinities that only saturating ops read; FP32's own values would give the same result."""
-        unused = ((index, self.ops[index]) for index in self.bad.saturated)
+        unused = ((index, self.ops[index]) for index in self._saturated - self._used - self.in_gradients)
         return {index for index, op in unused if op.place.phase == "forward" and base_name(op.op) not in POLES}
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """Return the magnitude of all inputs, and keep the inputs until :meth:`after` in case the op is a producer."""
+        """Return the magnitude of all inputs, and keep the inputs with their origins until :meth:`after`: the op may
+        overwrite them."""
         self._given, self._numbers = given, numbers
-        self.bad.before(given)
-        self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
+        self._inputs = [(tensor, self._origin(tensor)) for tensor in given]
+        self._infinite = [
+            NONE if origin.causes and self.known.of(tensor).nan else origin.causes for tensor, origin in self._inputs
+        ]
+        found = list(map(abs, numbers)) if base_name(traits.name) in FILLS else []
+        found += [self.known.of(tensor).largest for tensor, origin in self._inputs if not origin.is_of_weights]
+        self._constants.update(value for value in found if value >= FLOAT16.largest)
         if base_name(traits.name) in CODE_CONSTANTS and given[0].dtype is torch.float16:
             return NOTHING  # the input is already infinite if the code wrote a number beyond half
         return super().before(traits, given, numbers)
@@ -94,29 +140,78 @@ class ProducerTrace(OpTrace):
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
-        self.bad.after(
-            len(self.ops), base_name(traits.name), before, made[:1] if traits.has_auxiliary_outputs else made
-        )
+        name = base_name(traits.name)
+        causes = self._causes(name, before, made[:1] if traits.has_auxiliary_outputs else made)
         super().after(traits, place, parameter, before, made)
-        self._origins.after(base_name(traits.name), self._given, made)
-        self._note_angles((place, traits.name), before.largest, made)
-        self._made.update(map(storage_of, made))
-        self._given = ()
-
-    def _note_angles(self, key: OpKey, largest: float, made: Sequence[torch.Tensor]) -> None:
-        """Follow half values through casts and moves up to a sine or cosine. The relative spacing of a wide format's
-        numbers counts as 0."""
-        kept = [self._spacings.get(storage_of(tensor), 0.0) for tensor in self._given if tensor.dtype not in HALVES]
-        own = [torch.finfo(tensor.dtype).eps for tensor in self._given if tensor.dtype in HALVES]
-        spacing = max([*kept, *own], default=0.0)
-        place, name = key[0], base_name(key[1])
-        if name in ANGULAR and place.phase == "forward" and spacing * largest >= FAR_APART:
-            self.angular.add(key)
+        spacing, leaf = self._spacing(), self._leaf(name)
+        if name in ANGULAR and place.phase == "forward" and spacing * before.largest >= FAR_APART:
+            self.angular.add((place, traits.name))
+        takes_shape_alone = name.endswith("_like") or name.startswith("new_")
+        of_weights = not takes_shape_alone and any(origin.is_of_weights for _, origin in self._inputs)
         for tensor in made:
-            self._spacings[storage_of(tensor)] = spacing if name in ATEN_MOVES else 0.0
+            storage = storage_of(tensor)
+            is_whole = storage != 0 and tensor.nbytes >= tensor.untyped_storage().nbytes()
+            was_of_weights = not is_whole and self._origins.get(storage, UNKNOWN).is_of_weights
+            self._origins[storage] = Origin(
+                causes=causes.get(storage, NONE),
+                leaf=leaf if is_whole else None,
+                is_of_weights=was_of_weights or (of_weights and storage != 0 and tensor.is_floating_point()),
+                spacing=spacing if name in ATEN_MOVES else 0.0,
+                is_made=True,
+            )
+        self._given, self._inputs = (), ()
+
+    def _origin(self, tensor: torch.Tensor) -> Origin:
+        """Return the origin of a tensor's values. A finite tensor in reused memory has no causes: the trace does not
+        see every tensor."""
+        origin = self._origins.get(storage_of(tensor), UNKNOWN)
+        return replace(origin, causes=NONE) if origin.causes and self.known.of(tensor).is_finite else origin
+
+    def _causes(self, name: str, before: Magnitude, result: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
+        """Return the ops where the inf and NaN of the outputs start, by storage. Note what became of the infinities
+        among the inputs."""
+        bad = [tensor for tensor in result if not self.known.of(tensor).is_finite]
+        self._note_infinities(name, is_finite=not bad)
+        index, causes = len(self.ops), dict[int, frozenset[int]]()
+        behind = frozenset({index}) if before.is_finite else NONE.union(*(origin.causes for _, origin in self._inputs))
+        for tensor in bad:
+            makes_nan = self.known.of(tensor).nan > 0 and not before.nan
+            if makes_nan:  # NaN computed from a NaN shows nothing more
+                self.poisonous |= behind
+            starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
+            causes[storage_of(tensor)] = behind | {index} if starts_here else behind
+        return causes
+
+    def _note_infinities(self, name: str, *, is_finite: bool) -> None:
+        read = NONE.union(*self._infinite)
+        if name in SATURATES and is_finite:
+            self._saturated |= read
+        elif name not in ATEN_MOVES or len(read) > 1:
+            self._used |= read
+        if name in POLES and is_finite and self._infinite:
+            self.divisors |= self._infinite[-1]
+
+    def _is_masked_throughout(self, name: str) -> bool:
+        """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""
+        if name not in SOFTMAXES:
+            return False
+        values = (found for found in map(float_values, self._given) if found is not None)
+        return not any(bool((found == math.inf).any()) for found in values)
+
+    def _spacing(self) -> float:
+        """Return the largest relative spacing of the half numbers from which the inputs were moved or cast."""
+        known = (torch.finfo(one.dtype).eps if one.dtype in HALVES else origin.spacing for one, origin in self._inputs)
+        return max(known, default=0.0)
+
+    def _leaf(self, name: str) -> str | None:
+        """Return the name of the batch leaf if the op only moves or casts values of one leaf, else None."""
+        if name not in ATEN_MOVES or not self._given:
+            return None
+        leaves = {of.leaf for one, of in self._inputs if one is self._given[0] or one.is_floating_point()}
+        return leaves.pop() if len(leaves) == 1 else None
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        self.bad.added_to_a_gradient(given)
+        self.in_gradients |= NONE.union(*(self._origin(tensor).causes for tensor in given))
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         if seen.produces:
@@ -125,12 +220,12 @@ class ProducerTrace(OpTrace):
             self.circumstances[len(self.ops) - 1] = Circumstances(
                 is_constant=self._is_constant(name, seen, made),
                 divides_by_zero=name in POLES and bool(self._given) and self._is_at_a_pole(seen.op),
-                leaf=self._origins.leaf(self._given[0]) if name in CASTS and self._given else None,
+                leaf=self._inputs[0][1].leaf if name in CASTS and self._inputs else None,
                 made_half=tuple(place.site(op) for place, op in makers.items()),
             )
         elif not seen.output.is_finite and self.given_bad is None:
             numbers = [] if base_name(seen.op) in FILLS else list(map(torch.tensor, self._numbers))
-            outside = [tensor for tensor in self._given if storage_of(tensor) not in self._made]
+            outside = [tensor for tensor, origin in self._inputs if not origin.is_made]
             self.given_bad = len(self.ops) - 1 if any(map(may_be_bad, (*numbers, *outside))) else None
 
     def _is_at_a_pole(self, op: str) -> bool:
@@ -156,7 +251,7 @@ class ProducerTrace(OpTrace):
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
             return any(_is_one_value_times(self._given, number) for number in beyond)
         if name not in SCALINGS:  # zero-dimensional and not a weight, as torch.tensor(-1e9)
-            single = [one for one in self._given if one.dim() == 0 and not self._origins.is_of_weights(one)]
+            single = [one for one, origin in self._inputs if one.dim() == 0 and not origin.is_of_weights]
             largest = [self.known.of(one).largest for one in single]
             beyond += [number for number in largest if number >= FLOAT16.overflow_threshold]
         return bool(beyond) or self._goes_below_the_lowest(seen, made)
@@ -173,98 +268,19 @@ class ProducerTrace(OpTrace):
         beyond = values[values.abs() >= FLOAT16.overflow_threshold]
         low, high = (float(end) for end in torch.aminmax(beyond)) if beyond.numel() else (0.0, 0.0)
         is_repeated = low == high < 0 and beyond.numel() > 1
-        is_computed = self._origins.is_of_weights(self._given[0]) and not self._origins.is_written(low)
+        is_computed = self._inputs[0][1].is_of_weights and not self._is_written(low)
         return max(abs(low), abs(high)) > BEYOND_COMPUTING or (is_repeated and not is_computed)
 
     def _goes_below_the_lowest(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
         """True if a mask of FP16's lowest number overflows. A value that was clamped to that number is not a mask."""
-        if seen.inputs.largest != FLOAT16.largest or not self._origins.is_written(FLOAT16.largest):
+        if seen.inputs.largest != FLOAT16.largest or not self._is_written(FLOAT16.largest):
             return False
         values = [found for found in map(float_values, made) if found is not None]
         return not any(bool((found == torch.inf).any() | found.isnan().any()) for found in values)
 
-
-NONE: frozenset[int] = frozenset()
-
-
-class BadValues:
-    """Follows inf and NaN through a trace by the storage that holds them; ops are known by their index in the trace.
-
-    ``poisonous`` are producers of infinities from which an op has computed NaN. ``divisors`` are producers of
-    infinities by which an op has divided; the quotients are zero. ``in_gradients`` are the ops where inf or NaN in a
-    parameter's gradient starts. Forward ops count too: a backward pass reads saved tensors, even if the forward pass
-    masks them.
-    """
-
-    def __init__(self, known: KnownMagnitudes) -> None:
-        self.poisonous: set[int] = set()
-        self.divisors: set[int] = set()
-        self.in_gradients: set[int] = set()
-        self._known = known
-        self._causes: dict[int, frozenset[int]] = {}
-        self._given: Sequence[torch.Tensor] = ()
-        self._read: Sequence[frozenset[int]] = ()
-        self._infinite: Sequence[frozenset[int]] = ()
-        self._saturated: set[int] = set()
-        self._used: set[int] = set()
-
-    @property
-    def saturated(self) -> set[int]:
-        """The producers with infinities that only saturating ops read, with the same result as for any large number."""
-        return self._saturated - self._used - self.in_gradients
-
-    def before(self, given: Sequence[torch.Tensor]) -> None:
-        """Record the inputs of an op before it runs, because the op may overwrite them."""
-        self._given, self._read, self._infinite = given, (), ()
-        if self._causes:
-            found = [self._still_behind(tensor) for tensor in given]
-            self._read = [behind for behind, _ in found]
-            self._infinite = [NONE if has_nan else behind for behind, has_nan in found]
-
-    def after(self, index: int, name: str, before: Magnitude, made: Sequence[torch.Tensor]) -> None:
-        """Record the outputs of the op that gets this ``index``; ``before`` is the magnitude of its inputs."""
-        bad = [tensor for tensor in made if not self._known.of(tensor).is_finite]
-        if bad or self._causes:
-            self._note_what_becomes_of_infinities(name, is_finite=not bad)
-            for tensor in made:
-                self._causes.pop(storage_of(tensor), None)
-            behind = frozenset({index}) if before.is_finite else NONE.union(*self._read)
-            for tensor in bad:
-                makes_nan = self._known.of(tensor).nan > 0 and not before.nan
-                if makes_nan:  # NaN computed from a NaN shows nothing more
-                    self.poisonous |= behind
-                starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
-                self._causes[storage_of(tensor)] = behind | {index} if starts_here else behind
-        self._given = ()
-
-    def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
-        for tensor in given if self._causes else ():
-            self.in_gradients |= self._still_behind(tensor)[0]
-
-    def _still_behind(self, tensor: torch.Tensor) -> tuple[frozenset[int], bool]:
-        """Return the ops that caused the inf and NaN in a tensor, and True if it holds a NaN. A finite tensor in reused
-        memory has no such ops: the trace does not see every tensor."""
-        behind = self._causes.get(storage_of(tensor), NONE)
-        magnitude = self._known.of(tensor) if behind else None
-        if magnitude is None or magnitude.is_finite:
-            return NONE, False
-        return behind, magnitude.nan > 0
-
-    def _note_what_becomes_of_infinities(self, name: str, *, is_finite: bool) -> None:
-        read = NONE.union(*self._infinite)
-        if name in SATURATES and is_finite:
-            self._saturated |= read
-        elif name not in ATEN_MOVES or len(read) > 1:
-            self._used |= read
-        if name in POLES and is_finite and self._infinite:
-            self.divisors |= self._infinite[-1]
-
-    def _is_masked_throughout(self, name: str) -> bool:
-        """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""
-        if name not in SOFTMAXES:
-            return False
-        values = (found for found in map(float_values, self._given) if found is not None)
-        return not any(bool((found == math.inf).any()) for found in values)
+    def _is_written(self, value: float) -> bool:
+        """True if the code has written a constant of this magnitude."""
+        return any(math.isclose(abs(value), constant, rel_tol=SAME) for constant in self._constants)
 
 
 class ReplacedProducerTrace(OpTrace):
@@ -357,66 +373,3 @@ def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
         return False
     beyond = values[(values.double() * number).abs() >= FLOAT16.overflow_threshold]
     return beyond.numel() > 1 and bool((beyond == beyond[0]).all())
-
-
-SAME = 1e-6
-"""Relative tolerance for a constant, which is rounded when it is written into a tensor."""
-
-
-class Origins:
-    """Follows the origin of tensors by storage from op to op, through views and casts; keeps no tensor alive.
-
-    A tensor of unknown origin is a mask, or data that the code reads from elsewhere.
-    """
-
-    def __init__(self, model: torch.nn.Module, data: NamedTensors = ()) -> None:
-        self._of_weights = {key for key in map(storage_of, model.parameters()) if key}
-        self._of_batch = {key: name for name, leaf in data if (key := storage_of(leaf))}
-        self._constants: set[float] = set()
-
-    def leaf(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the batch leaf if the tensor holds only values of that leaf, else None."""
-        return self._of_batch.get(storage_of(tensor))
-
-    def is_of_weights(self, tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) in self._of_weights
-
-    def is_written(self, value: float) -> bool:
-        """True if the code has written a constant of this magnitude."""
-        return any(math.isclose(abs(value), constant, rel_tol=SAME) for constant in self._constants)
-
-    def before(
-        self,
-        name: str,
-        given: Sequence[torch.Tensor],
-        numbers: Sequence[float],
-        largest: Callable[[torch.Tensor], float],
-    ) -> None:
-        """Record the constants among the inputs of an op that are at least FP16's largest number."""
-        found = list(map(abs, numbers)) if name in FILLS else []
-        found += [largest(tensor) for tensor in given if not self.is_of_weights(tensor)]
-        self._constants.update(value for value in found if value >= FLOAT16.largest)
-
-    def after(self, name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        takes_shape_alone = name.endswith("_like") or name.startswith("new_")
-        of_weights = not takes_shape_alone and any(map(self.is_of_weights, given))
-        leaf = self._moved(name, given)
-        for tensor in made:
-            key = storage_of(tensor)
-            if not key:
-                continue
-            is_whole = tensor.nbytes >= tensor.untyped_storage().nbytes()
-            if leaf is not None and is_whole:
-                self._of_batch[key] = leaf
-            else:
-                self._of_batch.pop(key, None)
-            if of_weights and tensor.is_floating_point():
-                self._of_weights.add(key)
-            elif is_whole:
-                self._of_weights.discard(key)
-
-    def _moved(self, name: str, given: Sequence[torch.Tensor]) -> str | None:
-        if name not in ATEN_MOVES or not given:
-            return None
-        leaves = {self.leaf(tensor) for tensor in given if tensor is given[0] or tensor.is_floating_point()}
-        return leaves.pop() if len(leaves) == 1 else None

@@ -71,8 +71,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     starts = sorted((producing - harmless - meant) | reaching)
     if math.isnan(replayed.replay.loss):
         # An infinity that causes no NaN is intended, such as a mask's logarithm, or has no effect.
-        bad = trace.bad
-        chief = bad.poisonous if fp32.trace else bad.poisonous | bad.divisors  # FP32 shows what else went wrong
+        chief = trace.poisonous if fp32.trace else trace.poisonous | trace.divisors  # FP32 shows what else went wrong
     else:
         chief = {index for index in reaching if trace.ops[index].place.phase == "forward"}
     starts.sort(key=lambda index: index not in chief)
@@ -104,7 +103,7 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
     An op such as a softmax may compute NaN from earlier infinities. It counts only if it does so in FP32 too, or if no
     op starts them.
     """
-    found = trace.bad.in_gradients
+    found = trace.in_gradients
     begin = {index for index in found if trace.ops[index].produces}
     return {
         index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, ALWAYS_FINITE)[1]
