@@ -39,8 +39,17 @@ FITS_BETTER, STRAIGHT = 0.9, 0.25
 """The law of SGD fits if its spread is smaller by this factor: 0.60 to 0.87 for five kinds of SGD, above 0.93 for Adam,
 Lion and GaLore. These also move some value by more than ``STRAIGHT`` of the learning rates together."""
 
-FindNames = Callable[[], Mapping[int, tuple[str, str]]]
-"""Returns the name and the kind of each parameter by its ``id``; called only when needed."""
+Names = Mapping[int, tuple[str, str]]
+"""The name and the kind of each parameter, by its ``id``."""
+
+
+def half_parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[int, str, str, Any]]:
+    """Yield the half parameters with a dense gradient: the index of the group, the name, the kind and the parameter."""
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter.dtype in HALVES and not parameter.is_meta and is_dense(parameter.grad):
+                name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
+                yield index, name, kind, parameter
 
 
 @dataclass
@@ -135,26 +144,21 @@ class StillValues:
         self._steps = self._next = 0
         self._is_normalized = False
 
-    def before(self, optimizer: Optimizer, names: FindNames) -> None:
+    def before(self, optimizer: Optimizer, names: Callable[[], Names]) -> None:
         """Sample the parameters at growing intervals; call this right before each step of the optimizer."""
         self._is_normalized = type(optimizer).__name__ in NORMALIZED
         if self._steps >= self._next:
             self._next = self._steps + max(1, self._steps // 4)
-            for index in range(len(optimizer.param_groups)):
-                self._look(optimizer, index, names)
+            self._look(optimizer, names())
         self._steps += 1
         for index, group in enumerate(optimizer.param_groups):  # d is D-adaptation's estimate
             self._rates[index] = self._rates.get(index, 0.0) + (group.get("lr") or 0.0) * group.get("d", 1.0)
 
-    def _look(self, optimizer: Optimizer, group: int, names: FindNames) -> None:
-        rate, placed = self._rates.get(group, 0.0), enumerate(optimizer.param_groups[group]["params"])
-        half = {place: one for place, one in placed if one.dtype in HALVES and is_dense(one.grad)}
-        known = names() if any(id(one) not in self._sampled for one in half.values()) else {}
-        for place, parameter in half.items():
-            now, state = sample_of(parameter), optimizer.state.get(parameter, {})
+    def _look(self, optimizer: Optimizer, names: Names) -> None:
+        for group, name, kind, parameter in half_parameters(optimizer, names):
+            now, state, rate = sample_of(parameter), optimizer.state.get(parameter, {}), self._rates.get(group, 0.0)
             if id(parameter) not in self._sampled:
-                of = known.get(id(parameter), (f"group {group}, parameter {place}", OTHERS))
-                self._sampled[id(parameter)] = SampledValues(*of, now.clone(), self._steps, rate)
+                self._sampled[id(parameter)] = SampledValues(name, kind, now.clone(), self._steps, rate)
             sampled = self._sampled[id(parameter)]
             sampled.steps, sampled.rate_now = self._steps - sampled.began, rate
             alike = {key: one for key, one in state.items() if getattr(one, "shape", None) == parameter.shape}

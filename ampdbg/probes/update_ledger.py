@@ -25,8 +25,8 @@ import torch
 from torch.optim import Optimizer
 
 from ampdbg.errors import named_error
-from ampdbg.probes.averages import Averages, is_dense, sample_of
-from ampdbg.probes.dtype_contract import OTHERS, names_and_kinds, names_of
+from ampdbg.probes.averages import Averages, sample_of
+from ampdbg.probes.dtype_contract import names_and_kinds, names_of
 from ampdbg.probes.models import Models
 from ampdbg.probes.optimizer_twin import (
     BY_OTHERS,
@@ -41,9 +41,10 @@ from ampdbg.probes.optimizer_twin import (
     twin_of,
     why_no_twin,
 )
+from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import is_captured
 from ampdbg.probes.step_hooks import is_torchs, name_of
-from ampdbg.probes.still_values import StillValues
+from ampdbg.probes.still_values import Names, StillValues, half_parameters
 from ampdbg.probes.tensors import HALVES, stored
 from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
@@ -507,9 +508,7 @@ class OptimizerLedger:
         self.first: list[SampledSums] = []
         self.moments: dict[tuple[int, ...], Moments] = {}
         self.ways: dict[tuple[int, ...], Movements] = {}
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        is_half = any(parameter.dtype in HALVES for parameter in parameters)
-        self.is_kept, self.why_not = is_half, ""
+        self.is_kept, self.why_not = any(one.dtype in HALVES for one in stepped_by(optimizer)), ""
         self.is_whole = by_parameter(optimizer)
         """True if whole parameters are sampled, since the update of an entry depends on others of its parameter."""
         self.still = StillValues()
@@ -537,7 +536,7 @@ class OptimizerLedger:
         rows = self.window.rows if self.window is not None and self.window.steps else ()
         return [(row.members, row.sums(self.ways.get(row.key), self._moments_of(row))) for row in rows]
 
-    def second_moments(self, names: Mapping[int, tuple[str, str]]) -> Iterator[tuple[str, SecondMoment]]:
+    def second_moments(self, names: Names) -> Iterator[tuple[str, SecondMoment]]:
         """Yield the current second moments by name, for parameters with a past window and with gradients. Yield nothing
         if the optimizer is not judged any more."""
         optimizer = self.of()
@@ -802,21 +801,18 @@ def _vanishing_eps(rows: Iterable[SampledRow]) -> float | None:
     return next((eps for eps in constants if eps and not torch.tensor(eps, dtype=torch.float16).item()), None)
 
 
-def _rows(optimizer: Optimizer, names: Mapping[int, tuple[str, str]], *, is_whole: bool) -> Iterator[SampledRow]:
+def _rows(optimizer: Optimizer, names: Names, *, is_whole: bool) -> Iterator[SampledRow]:
     """Yield rows of half parameters with a gradient. A row shares device, dtype, state keys and step count."""
+    alike: dict[Any, list[tuple[Sample, Any]]] = {}
     left = MOST_WHOLE
-    for index, group in enumerate(optimizer.param_groups):
-        alike: dict[Any, list[tuple[Sample, Any]]] = {}
-        for place, parameter in enumerate(group["params"]):
-            if parameter.dtype not in HALVES or parameter.is_meta or not is_dense(parameter.grad):
-                continue
-            state, size = optimizer.state.get(parameter, {}), stored(parameter.detach()).numel()
-            if is_whole and (size > LARGEST_WHOLE or size > left):
-                continue
-            left -= size
-            name, kind = names.get(id(parameter), (f"group {index}, parameter {place}", OTHERS))
-            key = (parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)), is_whole and place)
-            entries = size if is_whole else len(sample_of(parameter))
-            if size:
-                alike.setdefault(key, []).append((Sample(name, kind, entries, size), parameter))
-        yield from (SampledRow(optimizer, group, members, is_whole=is_whole) for members in alike.values())
+    for number, (group, name, kind, parameter) in enumerate(half_parameters(optimizer, names)):
+        state, size = optimizer.state.get(parameter, {}), stored(parameter.detach()).numel()
+        if not size or (is_whole and size > min(left, LARGEST_WHOLE)):
+            continue
+        left -= size
+        of_its_own = number if is_whole else None
+        key = (group, parameter.device, parameter.dtype, tuple(state), float(state.get("step", 0)), of_its_own)
+        entries = size if is_whole else len(sample_of(parameter))
+        alike.setdefault(key, []).append((Sample(name, kind, entries, size), parameter))
+    for (group, *_), members in alike.items():
+        yield SampledRow(optimizer, optimizer.param_groups[group], members, is_whole=is_whole)
