@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ampdbg.costs.step import FlopCount
 from ampdbg.errors import AmpdbgError
 from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
+from ampdbg.probes.op_trace import PlacedOps, RunningOp, placed
 from ampdbg.probes.tensors import HALVES, nbytes
 from ampdbg.record.pins import OWN, PinCost
 from ampdbg.replay.run import Run
@@ -51,11 +50,8 @@ class _HalfOutputs(PlacedOps):
         super().__init__(model, paths)
         self.sizes: Counter[str] = Counter()
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
-    ) -> None:
-        half = [one for one in (made[:1] if traits.has_auxiliary_outputs else made) if one.dtype in HALVES]
-        self.sizes[place.module] += sum(map(nbytes, half))
+    def after(self, op: RunningOp) -> None:
+        self.sizes[op.place.module] += sum(nbytes(one) for one in op.results if one.dtype in HALVES)
 
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:

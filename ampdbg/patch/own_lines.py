@@ -17,7 +17,7 @@ from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import LinePin
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpTrace, OpTraits, storage_of
+from ampdbg.probes.op_trace import OpTrace, RunningOp, storage_of
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import Magnitude
 from ampdbg.record.findings import Source
@@ -110,17 +110,15 @@ class _Flow(OpTrace):
         self._makers: dict[int, tuple[str, Line]] = {}
         self._read: set[tuple[str, Line]] = set()
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        self._read = {self._makers[key] for key in map(storage_of, given) if key in self._makers}
-        return super().before(traits, given, numbers)
+    def before(self, op: RunningOp) -> Magnitude:
+        self._read = {self._makers[key] for key in map(storage_of, op.given) if key in self._makers}
+        return super().before(op)
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
-    ) -> None:
-        super().after(traits, place, parameter, before, made)
-        if place.phase == "forward" and place.line is not None:
-            self.made_by[place.line[:2]] |= self._read
-            self._makers |= {key: (place.module, place.line) for key in map(storage_of, made) if key}
+    def after(self, op: RunningOp) -> None:
+        super().after(op)
+        if op.place.phase == "forward" and op.place.line is not None:
+            self.made_by[op.place.line[:2]] |= self._read
+            self._makers |= {key: (op.place.module, op.place.line) for key in map(storage_of, op.made) if key}
 
 
 def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()) -> OwnLines:

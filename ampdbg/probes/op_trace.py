@@ -47,6 +47,7 @@ class OpTraits:
     """
 
     name: str
+    base_name: str
     is_view: bool
     allocates: bool
     overwrites: bool
@@ -64,19 +65,20 @@ _TAKES_A_VALUE = ("number", "Tensor", "Optional[number]", "Optional[Tensor]", "f
 def traits_of(op: Any) -> OpTraits:
     """Return the traits of an op overload, from a cache."""
     arguments = list(enumerate(op._schema.arguments))
-    base_name = op._schema.name.rpartition("::")[2]
+    own_name = op._schema.name.rpartition("::")[2]
     return OpTraits(
         name=str(op),
+        base_name=base_name(str(op)),
         # _unsafe_view is a view too, and promises that nothing else reads its input. lift_fresh only returns a view
         # of a tensor literal, so its output counts as new values.
-        is_view=base_name == "_unsafe_view" or (op.is_view and base_name != "lift_fresh"),
-        allocates=base_name in ALLOCATES,
-        overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
-        has_auxiliary_outputs=base_name in RETURNS_SAVED_VALUES,
+        is_view=own_name == "_unsafe_view" or (op.is_view and own_name != "lift_fresh"),
+        allocates=own_name in ALLOCATES,
+        overwrites=own_name in OVERWRITES or any(a.is_out for _, a in arguments),
+        has_auxiliary_outputs=own_name in RETURNS_SAVED_VALUES,
         is_number=not any("Tensor" in str(returned.type) for returned in op._schema.returns),
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
-        strict=() if takes_numbers(base_name) else tuple(i for i, a in arguments if str(a.type) == "Tensor"),
+        strict=() if takes_numbers(own_name) else tuple(i for i, a in arguments if str(a.type) == "Tensor"),
     )
 
 
@@ -161,6 +163,25 @@ class OpSeen:
         return self.output.nan > 0 and not self.inputs.nan
 
 
+@dataclass(slots=True)
+class RunningOp:
+    """An op under way. It takes the tensors ``given`` and the ``numbers`` as values. It has returned, or else written,
+    the tensors ``made``. ``inputs`` is the result of :meth:`PlacedOps.before`."""
+
+    traits: OpTraits
+    place: OpPlace
+    parameter: str
+    given: Sequence[torch.Tensor]
+    numbers: Sequence[float]
+    inputs: Any = None
+    made: Sequence[torch.Tensor] = ()
+
+    @property
+    def results(self) -> Sequence[torch.Tensor]:
+        """The tensors ``made``, without auxiliary outputs."""
+        return self.made[:1] if self.traits.has_auxiliary_outputs else self.made
+
+
 class PlacedOps(TorchDispatchMode):
     """A dispatch mode that finds the place of every op; subclasses decide what to measure there.
 
@@ -205,14 +226,15 @@ class PlacedOps(TorchDispatchMode):
         # Measure the inputs first, since the op may write into one.
         values = (_argument(position, name, args, kwargs) for position, name in traits.numeric)
         numbers = [one for one in values if isinstance(one, (int, float)) and not isinstance(one, bool)]
-        before = self.before(traits, given, numbers)
+        running = RunningOp(traits, place, parameter, given, numbers)
+        running.inputs = self.before(running)
         output = self.run(op, args, kwargs, written)
-        made = tensors_in(output) or written
-        for tensor in (*written, *made):
+        running.made = tensors_in(output) or written
+        for tensor in (*written, *running.made):
             self.known.forget(tensor)
-        self.makers.after(traits.name, place, given, made)
-        if not traits.allocates and any(tensor.numel() for tensor in made):
-            self.after(traits, place, parameter, before, made)
+        self.makers.after(running)
+        if not traits.allocates and any(tensor.numel() for tensor in running.made):
+            self.after(running)
         return output
 
     def _place_of_op(self, given: Sequence[torch.Tensor]) -> tuple[OpPlace, str]:
@@ -262,13 +284,11 @@ class PlacedOps(TorchDispatchMode):
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
         """Examine tensors that become a part of a parameter's gradient, or, by a view op, the whole gradient."""
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
-        """Return what :meth:`after` needs to know about the inputs; must not keep a tensor."""
+    def before(self, op: RunningOp) -> Any:
+        """Return what :meth:`after` needs to know about the inputs."""
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
-    ) -> None:
-        """Examine the outputs of the op; ``before`` is the result of :meth:`before`."""
+    def after(self, op: RunningOp) -> None:
+        """Examine the outputs of the op."""
 
 
 class OpTrace(PlacedOps):
@@ -278,19 +298,17 @@ class OpTrace(PlacedOps):
         super().__init__(model, paths)
         self.ops: list[OpSeen] = []
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        return together([*map(self.known.of, given), *map(magnitude_of_number, numbers)])
+    def before(self, op: RunningOp) -> Magnitude:
+        return together([*map(self.known.of, op.given), *map(magnitude_of_number, op.numbers)])
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
-    ) -> None:
-        output = together(map(self.known.of, made[:1] if traits.has_auxiliary_outputs else made))
+    def after(self, op: RunningOp) -> None:
+        output = together(map(self.known.of, op.results))
         if output.size:
-            self.ops.append(OpSeen(traits.name, place, before, output, parameter))
-            self.noted(self.ops[-1], made)
+            self.ops.append(OpSeen(op.traits.name, op.place, op.inputs, output, op.parameter))
+            self.noted(self.ops[-1], op)
 
-    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Examine the outputs of the last recorded op."""
+    def noted(self, seen: OpSeen, op: RunningOp) -> None:
+        """Examine the last recorded op, which has run."""
 
     @cached_property
     def largest_by_op(self) -> Mapping[OpKey, tuple[float, bool]]:
@@ -326,28 +344,28 @@ class HalfMakers:
         self._read: dict[OpPlace, dict[OpPlace, str]] = {}
         self._ran = 0
 
-    def after(self, name: str, place: OpPlace, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+    def after(self, op: RunningOp) -> None:
         """Record the makers of an op's outputs; call this after the op."""
-        if place.phase == "backward":
+        if op.place.phase == "backward":
             return
         self._ran += 1
-        keys = [storage_of(tensor) for tensor in given if tensor.dtype in HALVES and tensor.requires_grad]
+        keys = [storage_of(tensor) for tensor in op.given if tensor.dtype in HALVES and tensor.requires_grad]
         makers = [self._last[key] for key in keys if key in self._last]
-        last = (self._ran, place, name)
-        if base_name(name) not in ATEN_PRODUCTS:
+        last = (self._ran, op.place, op.traits.name)
+        if op.traits.base_name not in ATEN_PRODUCTS:
             last = max(makers, default=last)
-        half = [tensor for tensor in made if tensor.dtype in HALVES]
-        for tensor in made:
+        half = [tensor for tensor in op.made if tensor.dtype in HALVES]
+        for tensor in op.made:
             self._last.pop(storage_of(tensor), None)
         self._last |= {key: last for key in map(storage_of, half) if key}
         if not half:
-            self._read.setdefault(place, {}).update((maker, op) for _, maker, op in makers)
+            self._read.setdefault(op.place, {}).update((maker, name) for _, maker, name in makers)
 
-    def of_gradient(self, name: str, place: OpPlace, made: Sequence[torch.Tensor]) -> Mapping[OpPlace, str]:
+    def of_gradient(self, op: RunningOp) -> Mapping[OpPlace, str]:
         """If the op casts a gradient to half, return the ops that made its tensor half, with names; else nothing."""
-        if place.phase == "forward" or base_name(name) not in CASTS or made[0].dtype not in HALVES:
+        if op.place.phase == "forward" or op.traits.base_name not in CASTS or op.made[0].dtype not in HALVES:
             return {}
-        return self._read.get(place._replace(phase="forward"), {})
+        return self._read.get(op.place._replace(phase="forward"), {})
 
 
 class KnownMagnitudes:

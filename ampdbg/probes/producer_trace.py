@@ -28,7 +28,7 @@ from ampdbg.ops import (
     base_name,
 )
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpKey, OpPlace, OpSeen, OpTrace, OpTraits, storage_of
+from ampdbg.probes.op_trace import OpKey, OpSeen, OpTrace, RunningOp, storage_of
 from ampdbg.probes.tensors import HALVES, NOTHING, Magnitude, float_values, may_be_bad, together
 from ampdbg.record.run import OpSite, Producer
 
@@ -109,8 +109,6 @@ class ProducerTrace(OpTrace):
         self._origins |= dict.fromkeys(map(storage_of, model.parameters()), Origin(is_of_weights=True))
         self._origins.pop(0, None)
         self._constants: set[float] = set()
-        self._given: Sequence[torch.Tensor] = ()
-        self._numbers: Sequence[float] = ()
         self._inputs: Sequence[tuple[torch.Tensor, Origin]] = ()
         self._infinite: Sequence[frozenset[int]] = ()
         self._saturated: set[int] = set()
@@ -122,33 +120,28 @@ class ProducerTrace(OpTrace):
         unused = ((index, self.ops[index]) for index in self._saturated - self._used - self.in_gradients)
         return {index for index, op in unused if op.place.phase == "forward" and base_name(op.op) not in POLES}
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
-        """Return the magnitude of all inputs, and keep the inputs with their origins until :meth:`after`: the op may
-        overwrite them."""
-        self._given, self._numbers = given, numbers
-        self._inputs = [(tensor, self._origin(tensor)) for tensor in given]
+    def before(self, op: RunningOp) -> Magnitude:
+        """Return the magnitude of all inputs, and keep the origins of the inputs, which the op may overwrite."""
+        self._inputs = [(tensor, self._origin(tensor)) for tensor in op.given]
         self._infinite = [
             NONE if origin.causes and self.known.of(tensor).nan else origin.causes for tensor, origin in self._inputs
         ]
-        found = list(map(abs, numbers)) if base_name(traits.name) in FILLS else []
+        found = list(map(abs, op.numbers)) if op.traits.base_name in FILLS else []
         found += [self.known.of(tensor).largest for tensor, origin in self._inputs if not origin.is_of_weights]
         self._constants.update(value for value in found if value >= FLOAT16.largest)
-        if base_name(traits.name) in CODE_CONSTANTS and given[0].dtype is torch.float16:
+        if op.traits.base_name in CODE_CONSTANTS and op.given[0].dtype is torch.float16:
             return NOTHING  # the input is already infinite if the code wrote a number beyond half
-        return super().before(traits, given, numbers)
+        return super().before(op)
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
-    ) -> None:
-        name = base_name(traits.name)
-        causes = self._causes(name, before, made[:1] if traits.has_auxiliary_outputs else made)
-        super().after(traits, place, parameter, before, made)
+    def after(self, op: RunningOp) -> None:
+        causes, name = self._causes(op), op.traits.base_name
+        super().after(op)
         spacing, leaf = self._spacing(), self._leaf(name)
-        if name in ANGULAR and place.phase == "forward" and spacing * before.largest >= FAR_APART:
-            self.angular.add((place, traits.name))
+        if name in ANGULAR and op.place.phase == "forward" and spacing * op.inputs.largest >= FAR_APART:
+            self.angular.add((op.place, op.traits.name))
         takes_shape_alone = name.endswith("_like") or name.startswith("new_")
         of_weights = not takes_shape_alone and any(origin.is_of_weights for _, origin in self._inputs)
-        for tensor in made:
+        for tensor in op.made:
             storage = storage_of(tensor)
             is_whole = storage != 0 and tensor.nbytes >= tensor.untyped_storage().nbytes()
             was_of_weights = not is_whole and self._origins.get(storage, UNKNOWN).is_of_weights
@@ -159,7 +152,7 @@ class ProducerTrace(OpTrace):
                 spacing=spacing if name in ATEN_MOVES else 0.0,
                 is_made=True,
             )
-        self._given, self._inputs = (), ()
+        self._inputs = ()
 
     def _origin(self, tensor: torch.Tensor) -> Origin:
         """Return the origin of a tensor's values. A finite tensor in reused memory has no causes: the trace does not
@@ -167,18 +160,19 @@ class ProducerTrace(OpTrace):
         origin = self._origins.get(storage_of(tensor), UNKNOWN)
         return replace(origin, causes=NONE) if origin.causes and self.known.of(tensor).is_finite else origin
 
-    def _causes(self, name: str, before: Magnitude, result: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
+    def _causes(self, op: RunningOp) -> dict[int, frozenset[int]]:
         """Return the ops where the inf and NaN of the outputs start, by storage. Note what became of the infinities
         among the inputs."""
-        bad = [tensor for tensor in result if not self.known.of(tensor).is_finite]
-        self._note_infinities(name, is_finite=not bad)
-        index, causes = len(self.ops), dict[int, frozenset[int]]()
-        behind = frozenset({index}) if before.is_finite else NONE.union(*(origin.causes for _, origin in self._inputs))
+        bad = [tensor for tensor in op.results if not self.known.of(tensor).is_finite]
+        self._note_infinities(op.traits.base_name, is_finite=not bad)
+        index, read = len(self.ops), NONE.union(*(origin.causes for _, origin in self._inputs))
+        behind = frozenset({index}) if op.inputs.is_finite else read
+        causes: dict[int, frozenset[int]] = {}
         for tensor in bad:
-            makes_nan = self.known.of(tensor).nan > 0 and not before.nan
+            makes_nan = self.known.of(tensor).nan > 0 and not op.inputs.nan
             if makes_nan:  # NaN computed from a NaN shows nothing more
                 self.poisonous |= behind
-            starts_here = makes_nan and (not behind or self._is_masked_throughout(name))
+            starts_here = makes_nan and (not behind or _is_masked_throughout(op))
             causes[storage_of(tensor)] = behind | {index} if starts_here else behind
         return causes
 
@@ -191,13 +185,6 @@ class ProducerTrace(OpTrace):
         if name in POLES and is_finite and self._infinite:
             self.divisors |= self._infinite[-1]
 
-    def _is_masked_throughout(self, name: str) -> bool:
-        """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""
-        if name not in SOFTMAXES:
-            return False
-        values = (found for found in map(float_values, self._given) if found is not None)
-        return not any(bool((found == math.inf).any()) for found in values)
-
     def _spacing(self) -> float:
         """Return the largest relative spacing of the half numbers from which the inputs were moved or cast."""
         known = (torch.finfo(one.dtype).eps if one.dtype in HALVES else origin.spacing for one, origin in self._inputs)
@@ -205,64 +192,51 @@ class ProducerTrace(OpTrace):
 
     def _leaf(self, name: str) -> str | None:
         """Return the name of the batch leaf if the op only moves or casts values of one leaf, else None."""
-        if name not in ATEN_MOVES or not self._given:
+        if name not in ATEN_MOVES or not self._inputs:
             return None
-        leaves = {of.leaf for one, of in self._inputs if one is self._given[0] or one.is_floating_point()}
+        leaves = {of.leaf for one, of in self._inputs if one is self._inputs[0][0] or one.is_floating_point()}
         return leaves.pop() if len(leaves) == 1 else None
 
     def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
         self.in_gradients |= NONE.union(*(self._origin(tensor).causes for tensor in given))
 
-    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+    def noted(self, seen: OpSeen, op: RunningOp) -> None:
         if seen.produces:
-            name = base_name(seen.op)
-            makers = self.makers.of_gradient(seen.op, seen.place, made)
             self.circumstances[len(self.ops) - 1] = Circumstances(
-                is_constant=self._is_constant(name, seen, made),
-                divides_by_zero=name in POLES and bool(self._given) and self._is_at_a_pole(seen.op),
-                leaf=self._inputs[0][1].leaf if name in CASTS and self._inputs else None,
-                made_half=tuple(place.site(op) for place, op in makers.items()),
+                is_constant=self._is_constant(seen, op),
+                divides_by_zero=op.traits.base_name in POLES and bool(op.given) and _is_at_a_pole(op),
+                leaf=self._inputs[0][1].leaf if op.traits.base_name in CASTS and self._inputs else None,
+                made_half=tuple(place.site(name) for place, name in self.makers.of_gradient(op).items()),
             )
         elif not seen.output.is_finite and self.given_bad is None:
-            numbers = [] if base_name(seen.op) in FILLS else list(map(torch.tensor, self._numbers))
+            numbers = [] if op.traits.base_name in FILLS else list(map(torch.tensor, op.numbers))
             outside = [tensor for tensor, origin in self._inputs if not origin.is_made]
             self.given_bad = len(self.ops) - 1 if any(map(may_be_bad, (*numbers, *outside))) else None
 
-    def _is_at_a_pole(self, op: str) -> bool:
-        """True if the op is infinite at an input: a zero divisor, or a zero base with a negative exponent."""
-        if base_name(op) != "pow":
-            poles = POLES_ELSEWHERE.get(base_name(op), (0.0,))
-            return any(bool((self._given[-1] == pole).any()) for pole in poles)
-        values = [*self._numbers, *self._given] if op.endswith(".Scalar") else [*self._given, *self._numbers]
-        if len(values) < 2:  # a complex exponent
-            return False
-        base, exponent = map(torch.as_tensor, values)
-        return bool(((base == 0) & (exponent < 0)).any())
-
-    def _is_constant(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
+    def _is_constant(self, seen: OpSeen, op: RunningOp) -> bool:
         if self.is_inner_backward:
             return False  # a gradient starts with one value that is not a mask
-        if name in CASTS:
-            return self._casts_a_constant()
-        if name in CODE_CONSTANTS:
+        if op.traits.base_name in CASTS:
+            return self._casts_a_constant(op)
+        if op.traits.base_name in CODE_CONSTANTS:
             return True
-        beyond = [number for number in self._numbers if abs(number) >= FLOAT16.overflow_threshold]
-        if name in SCALINGS and beyond:
+        beyond = [number for number in op.numbers if abs(number) >= FLOAT16.overflow_threshold]
+        if op.traits.base_name in SCALINGS and beyond:
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
-            return any(_is_one_value_times(self._given, number) for number in beyond)
-        if name not in SCALINGS:  # zero-dimensional and not a weight, as torch.tensor(-1e9)
+            return any(_is_one_value_times(op.given, number) for number in beyond)
+        if op.traits.base_name not in SCALINGS:  # zero-dimensional and not a weight, as torch.tensor(-1e9)
             single = [one for one, origin in self._inputs if one.dim() == 0 and not origin.is_of_weights]
             largest = [self.known.of(one).largest for one in single]
             beyond += [number for number in largest if number >= FLOAT16.overflow_threshold]
-        return bool(beyond) or self._goes_below_the_lowest(seen, made)
+        return bool(beyond) or self._goes_below_the_lowest(seen, op)
 
-    def _casts_a_constant(self) -> bool:
+    def _casts_a_constant(self, op: RunningOp) -> bool:
         """True if all values beyond FP16 are one repeated negative constant, or larger than any computed value.
 
         Computed values can repeat too, such as activations of the token that begins every sample. So a repeated value
         that depends on the weights must also be written in the code.
         """
-        values = float_values(self._given[0]) if self._given else None
+        values = float_values(op.given[0]) if op.given else None
         if values is None:
             return False
         beyond = values[values.abs() >= FLOAT16.overflow_threshold]
@@ -271,11 +245,11 @@ class ProducerTrace(OpTrace):
         is_computed = self._inputs[0][1].is_of_weights and not self._is_written(low)
         return max(abs(low), abs(high)) > BEYOND_COMPUTING or (is_repeated and not is_computed)
 
-    def _goes_below_the_lowest(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
+    def _goes_below_the_lowest(self, seen: OpSeen, op: RunningOp) -> bool:
         """True if a mask of FP16's lowest number overflows. A value that was clamped to that number is not a mask."""
         if seen.inputs.largest != FLOAT16.largest or not self._is_written(FLOAT16.largest):
             return False
-        values = [found for found in map(float_values, made) if found is not None]
+        values = [found for found in map(float_values, op.made) if found is not None]
         return not any(bool((found == torch.inf).any() | found.isnan().any()) for found in values)
 
     def _is_written(self, value: float) -> bool:
@@ -291,9 +265,9 @@ class ReplacedProducerTrace(OpTrace):
         self._producer = producer
         self._number = producer.output_largest or 1.0
 
-    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+    def noted(self, seen: OpSeen, op: RunningOp) -> None:
         if seen.produces and seen.site == self._producer.site:
-            for tensor in filter(torch.is_floating_point, made):
+            for tensor in filter(torch.is_floating_point, op.made):
                 tensor.nan_to_num_(self._number, self._number, self._number)
                 self.known.forget(tensor)
 
@@ -325,20 +299,18 @@ class SampleTrace(OpTrace):
         self._taken: tuple[int, ...] = ()
         self._makers, self._choosers = frozenset[int](), frozenset[int]()
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+    def before(self, op: RunningOp) -> Magnitude:
         """Return the magnitude of all inputs together, and record the ops that made the inputs."""
-        choices = [one for one in given if _is_choice(one)]
-        self._taken, self._makers, self._choosers = _fingerprints(choices), self._of(given), self._of(choices)
-        return super().before(traits, given, numbers)
+        choices = [one for one in op.given if _is_choice(one)]
+        self._taken, self._makers, self._choosers = _fingerprints(choices), self._of(op.given), self._of(choices)
+        return super().before(op)
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
-    ) -> None:
-        super().after(traits, place, parameter, before, made)
-        seen = OpSeen(traits.name, place, before, together(map(self.known.of, made)), parameter)
-        picked = _fingerprints(filter(_is_choice, made))
-        self._made_by |= dict.fromkeys(map(storage_of, made), len(self.sampled))
-        self.sampled.append(Sampled(seen, _sample(made), self._taken, self._makers, self._choosers, picked))
+    def after(self, op: RunningOp) -> None:
+        super().after(op)
+        seen = OpSeen(op.traits.name, op.place, op.inputs, together(map(self.known.of, op.made)), op.parameter)
+        picked = _fingerprints(filter(_is_choice, op.made))
+        self._made_by |= dict.fromkeys(map(storage_of, op.made), len(self.sampled))
+        self.sampled.append(Sampled(seen, _sample(op.made), self._taken, self._makers, self._choosers, picked))
 
     def _of(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         return frozenset(self._made_by[key] for key in map(storage_of, tensors) if key in self._made_by)
@@ -373,3 +345,23 @@ def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
         return False
     beyond = values[(values.double() * number).abs() >= FLOAT16.overflow_threshold]
     return beyond.numel() > 1 and bool((beyond == beyond[0]).all())
+
+
+def _is_masked_throughout(op: RunningOp) -> bool:
+    """True if a softmax turns rows of -inf into NaN; such rows are masks, no matter where they come from."""
+    if op.traits.base_name not in SOFTMAXES:
+        return False
+    values = (found for found in map(float_values, op.given) if found is not None)
+    return not any(bool((found == math.inf).any()) for found in values)
+
+
+def _is_at_a_pole(op: RunningOp) -> bool:
+    """True if the op is infinite at an input: a zero divisor, or a zero base with a negative exponent."""
+    if op.traits.base_name != "pow":
+        poles = POLES_ELSEWHERE.get(op.traits.base_name, (0.0,))
+        return any(bool((op.given[-1] == pole).any()) for pole in poles)
+    values = [*op.numbers, *op.given] if op.traits.name.endswith(".Scalar") else [*op.given, *op.numbers]
+    if len(values) < 2:  # a complex exponent
+        return False
+    base, exponent = map(torch.as_tensor, values)
+    return bool(((base == 0) & (exponent < 0)).any())

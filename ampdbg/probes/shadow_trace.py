@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
+from ampdbg.probes.op_trace import OpPlace, PlacedOps, RunningOp, storage_of
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import source_if_known
 from ampdbg.probes.tensors import (
@@ -109,64 +109,55 @@ class ShadowTrace(PlacedOps):
             args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
             return _converted(op(*args, **kwargs), torch.float32, torch.bfloat16)
 
-    def before(
-        self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]
-    ) -> tuple[bool, float, bool]:
+    def before(self, op: RunningOp) -> tuple[bool, float, bool]:
         """Return three facts: True if FP16 would have lost an input already; the largest half input; True if an input
         may hold a gradient. Inputs wider than half are not measured."""
-        low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
+        low = [self.known.of(tensor) for tensor in op.given if tensor.dtype in HALVES]
         largest = max((magnitude.largest for magnitude in low), default=0.0)
         lost = (
-            not given  # a constant that the user's code writes out, as are the lifted tensors and the numbers
-            or traits.name.startswith("aten.lift")
+            not op.given  # a constant that the user's code writes out, as are the lifted tensors and the numbers
+            or op.traits.name.startswith("aten.lift")
             or any(map(_is_beyond, low))
-            or (any(_is_beyond(magnitude_of_number(one)) for one in numbers) and not self._multiplies(traits, given))
-            or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in given))
+            or (any(_is_beyond(magnitude_of_number(one)) for one in op.numbers) and not self._multiplies(op))
+            or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in op.given))
         )
-        return lost, largest, not given or any(storage_of(tensor) not in self._forward for tensor in given)
+        return lost, largest, not op.given or any(storage_of(tensor) not in self._forward for tensor in op.given)
 
-    def _multiplies(self, traits: OpTraits, given: Sequence[torch.Tensor]) -> bool:
+    def _multiplies(self, op: RunningOp) -> bool:
         """True if a number input is a factor of values, not part of a mask. Factors of gradients come from the loss."""
-        is_product = traits.name.startswith("aten.mul") and not all(map(self._may_be_a_mask, given))
+        is_product = op.traits.name.startswith("aten.mul") and not all(map(self._may_be_a_mask, op.given))
         return is_product or self.is_inner_backward
 
     def _may_be_a_mask(self, tensor: torch.Tensor) -> bool:
         values = float_values(tensor)
         return values is None or (self.known.of(tensor).largest <= _MASKS and bool((values == values.round()).all()))
 
-    def after(
-        self,
-        traits: OpTraits,
-        place: OpPlace,
-        parameter: str,
-        before: tuple[bool, float, bool],
-        made: Sequence[torch.Tensor],
-    ) -> None:
-        lost, largest_input, may_have_gradient = before
-        is_gradient = place.phase == "backward" and may_have_gradient
+    def after(self, op: RunningOp) -> None:
+        lost, largest_input, may_have_gradient = op.inputs
+        is_gradient = op.place.phase == "backward" and may_have_gradient
         # ones_like makes the gradient of the loss itself, before the backward phase begins.
-        is_of_forward = not is_gradient and not traits.name.startswith("aten.ones_like")
-        for tensor in made:
+        is_of_forward = not is_gradient and not op.traits.name.startswith("aten.ones_like")
+        for tensor in op.made:
             storage = storage_of(tensor)
             (self._forward.add if is_of_forward and storage else self._forward.discard)(storage)
             still_lost = storage and lost and _is_beyond(self.known.of(tensor))
             (self._lost.add if still_lost else self._lost.discard)(storage)
-        low = [(tensor, self.known.of(tensor)) for tensor in made if tensor.dtype in HALVES and tensor.numel()]
+        low = [(tensor, self.known.of(tensor)) for tensor in op.made if tensor.dtype in HALVES and tensor.numel()]
         if low:
             output = together(magnitude for _, magnitude in low)
             exponents = sum((exponents_of(*one) for one in low), Exponents())
             origin: OverflowOrigin = "carried" if lost else "starts"
             overflow = origin if output.largest >= FLOAT16.overflow_threshold else ""
-            is_noise = _is_noise(traits, place, largest_input, output)
-            makers = tuple(self.makers.of_gradient(traits.name, place, made))
+            is_noise = _is_noise(op, largest_input, output)
+            makers = tuple(self.makers.of_gradient(op))
             self.ranges.append(
-                RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient, makers)
+                RangeSeen(op.traits.name, op.place, output, exponents, overflow, is_noise, is_gradient, makers)
             )
 
 
-def _is_noise(traits: OpTraits, place: OpPlace, largest_input: float, output: Magnitude) -> bool:
+def _is_noise(op: RunningOp, largest_input: float, output: Magnitude) -> bool:
     """True if a sum is smaller than one rounding error of its largest term, so the terms have canceled."""
-    if place.phase != "backward" or not traits.name.startswith("aten.sum."):
+    if op.place.phase != "backward" or not op.traits.name.startswith("aten.sum."):
         return False
     return output.largest < largest_input * 2.0**-BFLOAT16.precision
 
