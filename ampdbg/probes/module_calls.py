@@ -34,39 +34,43 @@ class ModulePaths:
 
     def __init__(self, model: torch.nn.Module | Models) -> None:
         self._model = model
+        self._watched = {id(module): name for name, module in model.named_modules() if not _is_scripted(module)}
         self._stack: list[Where] = []
         self._recomputed: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        """The number of calls of each module, in the order of the first calls."""
+        self._calls: Counter[str] = Counter()  # in the order of the first calls
 
     @property
     def current(self) -> Where:
         return self._stack[-1] if self._stack else OUTSIDE
 
-    def enter(self, name: str) -> None:
-        recomputed = torch._C._current_autograd_node() is not None and self.calls[name] > 0
-        if recomputed:
+    def enter(self, module: torch.nn.Module, args: Any) -> None:
+        """Note the call of a module; a hook."""
+        name = self._watched.get(id(module))
+        if name is None:
+            return
+        if torch._C._current_autograd_node() is not None and self._calls[name] > 0:
             self._recomputed[name] += 1
-            call = max(0, self.calls[name] - self._recomputed[name])
+            call = max(0, self._calls[name] - self._recomputed[name])
         else:
-            call = self.calls[name]
-            self.calls[name] += 1
+            call = self._calls[name]
+            self._calls[name] += 1
         self._stack.append((name, call))
 
-    def leave(self, name: str) -> None:
-        """End a call of a module, together with inner calls that raised an error which the module caught."""
-        while self._stack and self._stack.pop()[0] != name:
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """End a call of a module, together with inner calls that raised an error which the module caught; a hook."""
+        name = self._watched.get(id(module))
+        while name is not None and self._stack and self._stack.pop()[0] != name:
             pass
 
     @property
     def callable(self) -> tuple[str, ...]:
         """The names of the modules that a step can call: called modules in the order of first calls, then the rest."""
-        return tuple(dict.fromkeys([*self.calls, *self._names()]))
+        return tuple(dict.fromkeys([*self._calls, *self._names()]))
 
     def unseen(self) -> Unseen:
         """Return what the step missed; call this after the backward pass, while the gradients exist."""
         return Unseen(
-            modules_never_called=tuple(name for name in self._names() if name not in self.calls),
+            modules_never_called=tuple(name for name in self._names() if name not in self._calls),
             parameters_without_gradient=tuple(
                 name
                 for name, parameter in self._model.named_parameters()
@@ -95,19 +99,9 @@ def module_paths(model: torch.nn.Module | Models) -> Iterator[ModulePaths]:
     The hooks are torch's global hooks, so a module that is copied or pickled meanwhile carries none of them.
     """
     paths = ModulePaths(model)
-    names = {id(module): name for name, module in model.named_modules() if not _is_scripted(module)}
-
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        if id(module) in names:
-            paths.enter(names[id(module)])
-
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if id(module) in names:
-            paths.leave(names[id(module)])
-
     with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(enter).remove)
-        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.callback(register_module_forward_pre_hook(paths.enter).remove)
+        stack.callback(register_module_forward_hook(paths.leave, always_call=True).remove)
         stack.enter_context(_unwarned())
         yield paths
 
