@@ -207,11 +207,11 @@ class PinnedForward:
     def _around_its_caller(self) -> AutocastStates | None:
         """If pinned lines are calling this module now, return the autocast states around their pin, else None."""
         callers = [pin for pin in self._pins if isinstance(pin, LinesInFP32)]
-        if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
+        if callers and _is_recomputing() and not any(lines.calls for lines in callers):
             # A checkpoint inside pinned lines recomputes its segment after those lines have returned.
             return self._last_around
         # Not ``next(generator, None)``: torch.compile of torch 2.6 cannot trace its default.
-        running = [lines.around for lines in callers if lines.are_innermost()]
+        running = [lines.calls[-1].around for lines in callers if lines.are_innermost()]
         self._last_around = running[0] if running else None
         return self._last_around
 
@@ -238,7 +238,7 @@ class LinesInFP32(threading.local):
     """The running calls of a module with pinned own lines, innermost last. Each thread has its own list."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self.calls: list[_Call] = []
 
     def __reduce__(self) -> tuple[type[LinesInFP32], tuple[()]]:
         """Copies start without calls, because calls belong to their thread."""
@@ -249,26 +249,17 @@ class LinesInFP32(threading.local):
         around = _region("cuda"), _region("cpu")
 
         def lines(*args: Any, **kwargs: Any) -> Any:
-            self._calls.append(_Call(around, _autocast_depth()))
+            self.calls.append(_Call(around, _autocast_depth()))
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._calls.pop()
+                self.calls.pop()
 
         return _in_fp32(lines, args, kwargs)
 
-    @property
-    def are_running(self) -> bool:
-        return bool(self._calls)
-
-    @property
-    def around(self) -> AutocastStates:
-        """The autocast states around the innermost call."""
-        return self._calls[-1].around
-
     def are_innermost(self) -> bool:
         """True if no autocast region was entered since the innermost call, by the user's code or another module."""
-        return self.are_running and self._calls[-1].depth == _autocast_depth()
+        return bool(self.calls) and self.calls[-1].depth == _autocast_depth()
 
 
 @dataclass(frozen=True)

@@ -109,16 +109,13 @@ def altered(tensors: Iterable[torch.Tensor], alter: Alteration) -> Iterator[None
     kept = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     try:
         for tensor, data, _ in kept:
-            if tensor.is_leaf:
-                tensor.grad = None
+            tensor.grad = None
             other = alter(data)
             if other is not data:
                 tensor.data = other
         yield
     finally:
         for tensor, data, gradient in kept:
-            if tensor.is_leaf:
-                tensor.grad = None
+            tensor.grad = None
             tensor.data = data
-            if tensor.is_leaf:
-                tensor.grad = gradient
+            tensor.grad = gradient

@@ -11,6 +11,7 @@ not expose its dropout mask. Replays draw their own mask for it, the same in all
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -92,7 +93,8 @@ class _Drawing(TorchDispatchMode):
     def __init__(self, draws: Draws, notes: bool, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
         self._draws, self._notes, self._wider = draws, notes, wider
-        self._thread, self._number = threading.get_ident(), 0
+        self._dtypes = iter(draws.dtypes) if draws.every is None else itertools.repeat(draws.every)
+        self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,10 +143,7 @@ class _Drawing(TorchDispatchMode):
         if self._notes:
             self._draws.dtypes.append(dtype)
             return dtype
-        number, self._number = self._number, self._number + 1
-        if self._draws.every is not None:
-            return self._draws.every
-        return self._draws.dtypes[number] if number < len(self._draws.dtypes) else dtype
+        return next(self._dtypes, dtype)
 
     def _is_drawn_anew(self, given: Any) -> bool:
         return type(given) is torch.Tensor and self._thread == threading.get_ident() and depends_on_dtype(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Collection, Sequence
@@ -16,7 +15,7 @@ from ampdbg.precision.widening import lifted, rounded
 from ampdbg.probes.draws import Draws, same_random_numbers
 from ampdbg.record.run import Step
 from ampdbg.replay.run import loss_of, prepared, run_pass
-from ampdbg.training.loop import take_step
+from ampdbg.training.loop import batches_of_steps, take_step
 
 OfAStep = TypeVar("OfAStep")
 
@@ -66,13 +65,12 @@ def fp32_losses(
             for parameter in run.workload.model.parameters():
                 parameter.data.copy_(rounded(parameter.data, low))
         without_scale = run.scaler()
-        batches, losses = run.workload.batches(), []
-        for number in range(config.train.steps):
+        losses = []
+        for number, batches in zip(range(config.train.steps), batches_of_steps(run), strict=False):
             run.workload.clear_gradients()
-            of_step = tuple(itertools.islice(batches, config.train.accumulate))
             drawn = same_random_numbers(Draws(every=low), notes=False) if is_rounded else nullcontext()
             with lifted("float32"), drawn:  # the model may enter autocast itself
-                losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
+                losses.append(loss_of(run_pass(run.workload, batches, run.mode.forward)))
             if number not in withheld:
                 take_step(run, without_scale)
     return tuple(losses)
