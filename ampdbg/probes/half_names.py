@@ -65,9 +65,8 @@ class CallNames:
             self._read[file] = _read_in(file)
         first, expressions = self._read[file].get(frame.f_lineno, (0, {}))
         for text, node in expressions.items():
-            names = self.seen.setdefault((file, first), LineNames())
-            with contextlib.suppress(Exception):  # the name has no value yet, or the attribute raises
-                value = _value_of(node, frame)
+            names, value = self.seen.setdefault((file, first), LineNames()), value_in(frame, node)
+            with contextlib.suppress(Exception):  # a user's tensor class may refuse these calls
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     (names.half if value.dtype in HALVES else names.full)[text] = None
 
@@ -108,18 +107,23 @@ def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
     return read
 
 
-def _value_of(node: ast.expr, frame: FrameType) -> Any:
-    """Return the value of an expression; None if reading it would compute something. Elements are read only from
-    containers that store them."""
-    match node:
-        case ast.Name(id=name):
-            return frame.f_locals[name] if name in frame.f_locals else frame.f_globals[name]
-        case ast.Attribute(value=base, attr=name):
-            return getattr(_value_of(base, frame), name)
-        case ast.Subscript(value=base, slice=ast.Constant() | ast.Name() as index):
-            held: Any = _value_of(base, frame)
-            key: Any = index.value if isinstance(index, ast.Constant) else _value_of(index, frame)
-            if isinstance(held, Mapping):
-                return held.get(key)  # held[key] would add an entry to a defaultdict
-            return held[key] if isinstance(held, CONTAINERS) else None
+def value_in(frame: FrameType, node: ast.AST) -> Any:
+    """Return the value of a constant, a name, an attribute or an element in the frame.
+
+    None if it has no value, or if reading it would compute something. Elements are read only from containers that store
+    them.
+    """
+    with contextlib.suppress(Exception):  # an attribute or an element raises
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return frame.f_locals.get(name, frame.f_globals.get(name))
+            case ast.Attribute(value=base, attr=name):
+                return getattr(value_in(frame, base), name)
+            case ast.Subscript(value=base, slice=ast.Constant() | ast.Name() as index):
+                held, key = value_in(frame, base), value_in(frame, index)
+                if isinstance(held, Mapping):
+                    return held.get(key)  # held[key] would add an entry to a defaultdict
+                return held[key] if isinstance(held, CONTAINERS) else None
     return None

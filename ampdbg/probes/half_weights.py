@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook, register_module_parameter_registration_hook
 
+from ampdbg.probes.half_names import value_in
 from ampdbg.probes.seams import attached, replaced
 from ampdbg.probes.tensors import HALVES
 from ampdbg.source.document import Document
@@ -147,28 +148,21 @@ def _cast_line() -> CastLine | None:
 
 def _dtypes_on(frame: FrameType) -> frozenset[str]:
     """Return the names, attributes and strings in the frame's current statement that mean a half dtype."""
-    with contextlib.suppress(Exception):  # the file is gone, or a user's attribute raises
+    with contextlib.suppress(Exception):  # the file is gone
         document = document_of(frame.f_code.co_filename)
         texts = (one.value for one in document.find(ast.keyword) if str(one.arg).endswith("dtype"))
         nodes = [*document.loads(), *(one for one in texts if isinstance(one, ast.Constant))]
         statement = document.statements[frame.f_lineno]
         on_it = [node for node in nodes if document.statement(node) is statement]
-        return frozenset(document.source(node) for node in on_it if any(_value(node, frame) is one for one in HALVES))
+        return frozenset(document.source(node) for node in on_it if _means_half(node, value_in(frame, node)))
     return frozenset()
+
+
+def _means_half(node: ast.AST, value: Any) -> bool:
+    dtype = NAMES.get(value) if isinstance(node, ast.Constant) else value
+    return any(dtype is one for one in HALVES)  # a user's value may refuse to be compared
 
 
 def document_of(file: str) -> Document:
     """Parse a source file, as it is on disk now."""
     return read_source(Path(file).read_bytes()).document
-
-
-def _value(node: ast.AST, frame: FrameType) -> Any:
-    """Return the value of a name or attribute in the frame, or the dtype that a string names; None if unknown."""
-    match node:
-        case ast.Constant(str(text)):
-            return NAMES.get(text)
-        case ast.Name(name):
-            return frame.f_locals.get(name, frame.f_globals.get(name))
-        case ast.Attribute(of, name):
-            return getattr(_value(of, frame), name, None)
-    return None
