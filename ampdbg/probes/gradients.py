@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from ampdbg.probes.calls import Calls
 from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_scalar
-from ampdbg.probes.optimizers import Optimizers, Stepped
+from ampdbg.probes.optimizers import Optimizers, Stepped, stepped_by
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import HALVES, Scalar, is_at_hand, is_on_device, to_host, total_norm
 from ampdbg.record.run import GroupOverflow
@@ -71,13 +72,13 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
 
     None unless all gradients are dense and on one device.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients = [p.grad for p in parameters if p.grad.numel()]
+    parameters: list[Any] = [one for one in stepped_by(optimizer) if one.grad is not None and one.grad.numel()]
+    gradients = [one.grad for one in parameters]
     places = {(gradient.layout, gradient.is_floating_point(), gradient.device) for gradient in gradients}
     if [place[:-1] for place in places] != [(torch.strided, True)] or gradients[0].is_meta:
         return None
     norms = [norm if norm.dtype is torch.float32 else norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
-    return tuple((id(p), p.grad._version) for p in parameters if p.grad.numel()), torch.stack(norms)
+    return tuple((id(one), one.grad._version) for one in parameters), torch.stack(norms)
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
@@ -155,7 +156,7 @@ class Measures:
     def take(self, optimizer: Optimizer, divisor: Scalar, *, may_change: bool = True, is_early: bool = False) -> None:
         """Measure the current gradients, unless this step has done so. On a GPU this does not sync: if they
         ``may_change`` before the norm is read, the largest magnitude of each is kept."""
-        is_new = optimizer in self._optimizers and self._known(optimizer) is None
+        is_new = optimizer in self._optimizers and id(optimizer) not in self._step_of(optimizer).gradients
         norm = gradient_norm(optimizer, divisor) if is_new else None
         if isinstance(norm, torch.Tensor):
             each = gradient_norms(optimizer) if may_change else None
@@ -173,18 +174,17 @@ class Measures:
 
     def are_finite(self, optimizer: Optimizer) -> bool:
         """True unless measured gradients of the optimizer are not finite. On a GPU this syncs."""
-        known = self._known(optimizer)
-        return known is None or is_finite_scalar(known.norm)
+        return is_finite_scalar(self._known(optimizer).norm)
 
     def after_withheld_step(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """Measure gradients after a scaler withheld the step, if its own check had replaced the measurement."""
         known = self._known(optimizer)
-        if known is not None and known.norm is None:
+        if known.norm is None:
             known.norm = gradient_norm(optimizer, divisor) if known.each is None else known.each[1].amax()
 
     def note_groups(self, optimizer: Optimizer) -> None:
         """Add the parameter groups with non-finite gradients to the step."""
-        known = self._known(optimizer) or Gradients()
+        known = self._known(optimizer)
         groups = self._optimizers.nonfinite_groups(optimizer, known.each) if known.groups is None else known.groups
         self._step_of(optimizer).groups += groups
 
@@ -205,10 +205,10 @@ class Measures:
         ``others``. On a GPU this syncs once."""
         step, known = self._step_of(optimizer), self._known(optimizer)
         behind = len(step.backward_losses)
-        norms = [known.norm] if known is not None and known.norm is not None else []
+        norms = [] if known.norm is None else [known.norm]
         values = to_host([*step.backward_losses, *norms, *others])
         step.backward_losses, step.mark = list[Scalar](values[:behind]), None
-        if known is not None and norms:
+        if norms:
             known.norm = values[behind]
             if known.each is None and known.groups is None:
                 known.groups = self._groups(optimizer, values[behind])
@@ -221,8 +221,9 @@ class Measures:
     def _step_of(self, optimizer: Optimizer) -> OpenStep:
         return self._loop.step_of(self._calls.place_of(optimizer))
 
-    def _known(self, optimizer: Optimizer) -> Gradients | None:
-        return self._step_of(optimizer).gradients.get(id(optimizer))
+    def _known(self, optimizer: Optimizer) -> Gradients:
+        """Return the measured gradients of the optimizer's open step; without a norm if there are none."""
+        return self._step_of(optimizer).gradients.get(id(optimizer), Gradients())
 
     def _keep(self, optimizer: Optimizer, gradients: Gradients) -> None:
         self._step_of(optimizer).gradients[id(optimizer)] = gradients
