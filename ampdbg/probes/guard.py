@@ -52,25 +52,17 @@ class Guard:
         finally:
             raised = None  # its traceback refers to this frame: a reference cycle
 
-    def run_hook(self, hook: Callable[..., None], *given: Any) -> None:
-        """Call the watcher's hook of an optimizer step or of the loop's end; the hook's own errors stop the watcher."""
+    def run_hook(self, hook: Callable[..., Any], *given: Any) -> Any:
+        """Return the result of the watcher's hook, such as that of an optimizer step; the hook's own errors stop the
+        watcher. Then return None."""
         self._callback_error = 0
         try:
-            hook(*given)
+            return hook(*given)
         except Exception as error:
             if id(error) == self._callback_error or _is_of_a_signal(error):
                 raise
             self._fail(error)
-
-    def run_predicate(self, question: Callable[..., bool], *given: Any) -> bool:
-        """Return the result of the watcher's predicate; False if it raises."""
-        try:
-            return question(*given)
-        except Exception as error:
-            if _is_of_a_signal(error):
-                raise
-            self._fail(error)
-        return False
+        return None
 
     def for_callback(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wrap a callback of the user, so that its errors reach the loop."""

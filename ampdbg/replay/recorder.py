@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):
         """Run a torch function, and record it if it takes floating-point tensors or results of recorded calls."""
         kwargs = kwargs or {}
         now = self._now
-        if now.inside or not now.is_on or not self._guard.run_predicate(self._is_recorded, function, args, kwargs):
+        if now.inside or not now.is_on or not self._guard.run_hook(self._is_recorded, function, args, kwargs):
             return function(*args, **kwargs)
         return self._run(function, function, args, kwargs)
 
@@ -326,7 +326,7 @@ class Recorder(TorchFunctionMode):
         """Run an ``autograd.Function``, and record it like a torch function if it belongs to the script."""
         now = self._now
         is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
-        if not is_noted or not self._guard.run_predicate(self._is_recorded, function, args, kwargs):
+        if not is_noted or not self._guard.run_hook(self._is_recorded, function, args, kwargs):
             return apply(*args, **kwargs)
         return self._run(OwnFunction(function), apply, args, kwargs)
 
