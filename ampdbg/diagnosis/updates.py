@@ -161,11 +161,6 @@ class HalfUpdates(Evident):
         return f"At a decay of {last:g} no value moves whose weight is less than {distance} its size away from it"
 
     @property
-    def repair(self) -> str:
-        larger = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
-        return CODES[SMALL_UPDATES].remedy + (larger if self.seen.vanishing_eps else "")
-
-    @property
     def of_kinds(self) -> str:
         """The lost share of the frozen parameters, of the kinds that lose most of their movement, and of all."""
         shares = [one.lost for one in self.seen.frozen]
@@ -218,7 +213,6 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
         "the update of step {seen.spoilt_step:d} makes {seen.spoilt} non-finite; all gradients, and the same "
         "update in FP32, are finite[: eps={seen.vanishing_eps:g} is 0 in half]",
         {PARAMETERS: "seen.spoilt", "eps": "seen.vanishing_eps"},
-        "{repair}",
     ),
 )
 
@@ -241,10 +235,9 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "the updates of half weights go over 4 times as far as float32's, with the same gradients",
         lambda it: it.seen.times > TOO_FAR,
         "in {seen.steps:sampled step} the updates of {of_which_half} go {seen.times:.3g} times as far as float32's "
-        "with the same gradients, for half rounds what the optimizer divides by to zero"
+        "with the same gradients, because small second moments round to zero in half"
         "[: eps={seen.vanishing_eps:g} is 0 in half]",
         {"times": "seen.times", "eps": "seen.vanishing_eps"},
-        "{repair}",
     ),
     Decision(
         FROZEN,
@@ -252,8 +245,8 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         lambda it: bool(it.seen.frozen),
         "{stillest:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
         "weights go in them: {of_kinds}"
-        "[. To first order half weights lose up to {seen.cost:percent} of their own part in the loss's fall, "
-        "these parameters {seen.cost_of_still:percent}; both grow with each step]" + FORECAST,
+        "[. To first order rounding takes {seen.cost:percent} of what half weights gain in these steps, and in these "
+        "parameters {seen.cost_of_still:percent}]" + FORECAST,
         {PARAMETERS: "stillest.name", **LOST},
     ),
     Decision(

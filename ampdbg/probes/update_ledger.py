@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -185,7 +186,9 @@ class SampledParameter(NamedTuple):
 
     @property
     def stands_still(self) -> bool:
-        """True if the parameter loses nearly all its movement, but not by oscillation, which moves most entries."""
+        """True if the parameter loses nearly all its movement, but not by oscillation, which moves most entries.
+
+        With momentum, some entries move only in steps after the sampled ones."""
         return (self.sums.lost or 0.0) > FROZEN and self.sums.moved <= self.member.entries / 2
 
     @property
@@ -244,6 +247,24 @@ class Movements(NamedTuple):
         return tuple(aim.double() * way for aim, to in pairs for way in (aim, to))
 
 
+class FirstValues(NamedTuple):
+    """The entries of a row before its first window. ``read`` reads those of one parameter."""
+
+    members: Sequence[Sample]
+    parameters: Sequence[weakref.ref[Any]]
+    values: torch.Tensor
+    read: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def changed(self) -> Iterator[tuple[str, int]]:
+        """The name of each parameter that is alive, with the number of its entries that differ from then."""
+        parts = self.values.split([one.entries for one in self.members])
+        for member, parameter, part in zip(self.members, self.parameters, parts, strict=True):
+            alive = parameter()
+            if alive is not None:
+                yield member.name, int((self.read(alive) != part).sum())
+
+
 class SampledRow:
     """The sampled entries of parameters in one group with equal step counts, each time stepped as one vector.
 
@@ -256,6 +277,7 @@ class SampledRow:
         self.members, self.parameters = zip(*alike, strict=True)
         self.key = tuple(map(id, self.parameters))
         self._shape = self.parameters[0].shape if is_whole else None
+        self._entries_of = _entries_of if is_whole else sample_of
         self._start = self._last = self._read(self.parameters)
         self.master = self._start.float()
         self._stepped = self._shaped(self.master)
@@ -272,8 +294,13 @@ class SampledRow:
 
     def _read(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return a copy of the row's entries of tensors that are shaped like its parameters, as one vector."""
-        entries_of = sample_of if self._shape is None else _entries_of
-        return torch.cat([entries_of(one) for one in tensors])
+        return torch.cat([self._entries_of(one) for one in tensors])
+
+    @property
+    def first_values(self) -> FirstValues:
+        """The entries before the row's window, in half."""
+        parameters = [weakref.ref(one) for one in self.parameters]
+        return FirstValues(self.members, parameters, self._origin.to(self._last.dtype), self._entries_of)
 
     def _shaped(self, vector: torch.Tensor) -> torch.Tensor:
         """Return a view in which an optimizer steps the row."""
@@ -506,6 +533,7 @@ class OptimizerLedger:
         """The number of ended windows, and the number of steps in windows that count."""
         self.window: UpdateWindow | None = None
         self.first: list[SampledSums] = []
+        self.first_values: dict[tuple[int, ...], FirstValues] = {}
         self.moments: dict[tuple[int, ...], Moments] = {}
         self.ways: dict[tuple[int, ...], Movements] = {}
         self.is_kept, self.why_not = any(one.dtype in HALVES for one in stepped_by(optimizer)), ""
@@ -554,6 +582,7 @@ class OptimizerLedger:
     def end(self, window: UpdateWindow) -> list[SampledSums]:
         columns, self.windows = self.columns(), self.windows + 1
         self.moments.update({row.key: self._moments_of(row) for row in window.rows})
+        self.first_values = {**{row.key: row.first_values for row in window.rows}, **self.first_values}
         ways = {row.key: row.ways(self.ways.get(row.key))[1] for row in window.rows}
         # The movements of a first window are kept apart.
         self.ways.update(ways if self.first else {key: Movements.begun(one.moved) for key, one in ways.items()})
@@ -708,12 +737,20 @@ class UpdateLedger:
         return {**_added({}, first), **self._read}, _added(self._read, first)
 
     @property
+    def _first_values(self) -> Iterator[FirstValues]:
+        return chain.from_iterable(book.first_values.values() for book in self._books.values())
+
+    @property
     def seen(self) -> Updates | None:
         """The results of ended windows and of an optimizer's current first window, or None. On a GPU this syncs."""
         later, every = self._known()
         sound = {name for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]
+        for name, changed in chain.from_iterable(one.changed for one in self._first_values):
+            if name in whole:
+                sums = whole[name].sums
+                whole[name] = whole[name]._replace(sums=sums._replace(moved=max(sums.moved, changed)))
         names = partial(names_and_kinds, self._models)
         averages = self.averages.seen
         others = (book.still.names for book in self._books.values() if book.why_not != KEEPS_THE_REST)
