@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.probes.op_trace import storage_of, traits_of, written_by
 from ampdbg.probes.step_hooks import is_of_class, is_torchs, unhooked_steps
-from ampdbg.probes.tensors import HALVES, leaves_of, tensors_in
+from ampdbg.probes.tensors import HALVES, tensors_in
+from ampdbg.workload.batches import tensor_leaves
 
 BY_PARAMETER, BY_MORE = frozenset({"Adafactor", "Muon"}), frozenset({"LBFGS", "SparseAdam"})
 """Torch optimizers in which the update of an entry depends on others of its parameter, and on more than these."""
@@ -111,7 +112,7 @@ def step_twin(twin: Optimizer) -> None:
         return
     stepped = [one for group in twin.param_groups for one in group["params"]]
     own = [vars(twin), twin.param_groups, [one.grad for one in stepped], *(twin.state[one] for one in stepped)]
-    with _nothing_left_behind(), _Guard({storage_of(tensor) for _, tensor in leaves_of(own)}):
+    with _nothing_left_behind(), _Guard({storage_of(tensor) for _, tensor in tensor_leaves(own)}):
         step(twin)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.masked import MaskedTensor
-from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
 from ampdbg.probes.models import Models
 from ampdbg.record.run import TensorCounts
+from ampdbg.workload.batches import tensor_leaves
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -232,7 +232,7 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
     """Return the leaves of a batch with inf or NaN, with the index of the first such element."""
-    return tuple(_counts("batch", leaves_of(batch)))
+    return tuple(_counts("batch", tensor_leaves(batch)))
 
 
 def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, ...]:
@@ -262,13 +262,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
             elif isinstance(item, (list, tuple)):
                 found += tensors_in(item)
     return found
-
-
-def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch, each with its path as text."""
-    for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield _pytree.keystr(path), leaf
 
 
 def nonfinite_in_model(

@@ -41,7 +41,7 @@ from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_in_backward, is_tracing, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
-from ampdbg.probes.tensors import Mark, is_finite, leaves_of, nbytes, read_aside, times_written
+from ampdbg.probes.tensors import Mark, is_finite, nbytes, read_aside, times_written
 from ampdbg.probes.unfollowed import exclude_from_compile
 from ampdbg.replay.before import EarlierStates
 from ampdbg.replay.copies import Copying, duplicate
@@ -65,6 +65,7 @@ from ampdbg.replay.step import (
     weighted,
 )
 from ampdbg.source.ownership import Line
+from ampdbg.workload.batches import tensor_leaves
 
 MOST_CALLS = 20_000
 """The most calls of one step; more calls mean an epoch rather than a step."""
@@ -489,7 +490,7 @@ class Recorder(TorchFunctionMode):
 
     def _scaled(self, outputs: Any, results: Any) -> None:
         """Record the scaler's outputs as the unscaled losses, because a replay has a different loss scale."""
-        for (_, loss), (_, scaled) in zip(leaves_of(outputs), leaves_of(results), strict=False):
+        for (_, loss), (_, scaled) in zip(tensor_leaves(outputs), tensor_leaves(results), strict=False):
             made = self._maker(loss)
             self._now.scaled[id(scaled)] = weakref.ref(scaled)
             if made is not None:

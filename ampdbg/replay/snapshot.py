@@ -18,13 +18,13 @@ import torch
 from ampdbg.probes.draws import Draws
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.seams import unwatched
-from ampdbg.probes.tensors import leaves_of
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.state import SavedContents, restored, saved_before_step, surroundings_restored, written
+from ampdbg.workload.batches import tensor_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Snapshot:
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *beside: Any) -> Snapshot:
     """Return the step that is about to run, with copies of its state and its batches."""
     copies = duplicate(batches)
-    data = tuple(leaf for batch in copies for leaf in leaves_of(batch))
+    data = tuple(leaf for batch in copies for leaf in tensor_leaves(batch))
     return Snapshot(step, copies, data, RandomState.now(), ModelState.now(model), beside=beside)
 
 

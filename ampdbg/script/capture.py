@@ -25,7 +25,7 @@ from safetensors.torch import save
 from ampdbg.errors import AmpdbgError, first_line, named_error, reason_of
 from ampdbg.files import free_path, replace_file
 from ampdbg.ops import CAST_METHODS
-from ampdbg.probes.tensors import leaves_of, nbytes
+from ampdbg.probes.tensors import nbytes
 from ampdbg.quantities import byte_size, counted, dotted, shown
 from ampdbg.record.file import CAPTURE_SUFFIX, adapter, from_json, of_rank, to_json
 from ampdbg.record.findings import Count
@@ -47,6 +47,7 @@ from ampdbg.replay.step import Made, Own, RecordedCall, RecordedStep, torch_name
 from ampdbg.script.launch import Start
 from ampdbg.script.live_step import LiveStep
 from ampdbg.script.ranks import has_its_state, why_in_parts
+from ampdbg.workload.batches import tensor_leaves
 
 FORMAT, VERSION = "ampdbg.capture", 3
 
@@ -572,7 +573,7 @@ def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
     # A state_dict of its own might wait for other processes.
     optimizers = [one.state_dict() if is_alone or has_its_state(one) else None for one in live.watcher.optimizers]
     parts = (list(model.parameters()), dict(recorded.state.buffers), optimizers, recorded.given)
-    size = sum(map(nbytes, {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}.values()))
+    size = sum(map(nbytes, {id(tensor): tensor for part in parts for _, tensor in tensor_leaves(part)}.values()))
     if size > largest:
         told = f"it would take {byte_size(size)}, and at most {byte_size(largest)} are allowed"
         raise CaptureError(f"{told}; allow more with --max-capture-size")

@@ -164,13 +164,12 @@ def _fields(value: Any) -> tuple[str, ...]:
 
 
 def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in ``batch`` with its path: ``[0]``, ``["input_ids"]``, ``.pixels``, or ``""`` for itself."""
+    """Yield every tensor in ``batch`` with its path: ``[0]``, ``['input_ids']``, ``.pixels``, or ``""`` for itself."""
     if isinstance(batch, torch.Tensor):
         yield path, batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            shown = f'"{key}"' if isinstance(key, str) else repr(key)
-            yield from tensor_leaves(value, f"{path}[{shown}]")
+            yield from tensor_leaves(value, f"{path}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
         for index, value in enumerate(batch):
             yield from tensor_leaves(value, f"{path}[{index}]")

@@ -1,6 +1,8 @@
 """Tests of counting inf and NaN in batches, parameters and buffers."""
 
+import dataclasses
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -79,6 +81,9 @@ def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
         TensorCounts("batch", "[1][0]", 1, 0, 1, (0,), dtype="float32"),
     )
     assert nonfinite_in_batch(torch.ones(3)) == ()
+    nan = torch.tensor([math.nan])
+    Batch = dataclasses.make_dataclass("Batch", ["pixels"])
+    assert [one.name for one in nonfinite_in_batch((UserDict(x=nan), Batch(nan)))] == ["[0]['x']", "[1].pixels"]
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,9 @@ def test_to_device_calls_the_to_method_of_objects_and_keeps_other_values() -> No
 
 def test_tensor_leaves_are_named_by_their_path() -> None:
     batch = ({"ids": T, 3: [T]}, Frozen(T, "a"), "text")
-    assert [path for path, _ in tensor_leaves(batch)] == ['[0]["ids"]', "[0][3][0]", "[1].x"]
+    assert [path for path, _ in tensor_leaves(batch)] == ["[0]['ids']", "[0][3][0]", "[1].x"]
     assert [path for path, _ in tensor_leaves(T)] == [""]
-    assert [path for path, _ in tensor_leaves(Output(T))] == ['["logits"]']
+    assert [path for path, _ in tensor_leaves(Output(T))] == ["['logits']"]
 
 
 def test_a_leaf_that_requires_grad_is_a_leaf_on_the_device() -> None:
