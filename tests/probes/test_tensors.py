@@ -82,8 +82,8 @@ def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
     )
     assert nonfinite_in_batch(torch.ones(3)) == ()
     nan = torch.tensor([math.nan])
-    Batch = dataclasses.make_dataclass("Batch", ["pixels"])
-    assert [one.name for one in nonfinite_in_batch((UserDict(x=nan), Batch(nan)))] == ["[0]['x']", "[1].pixels"]
+    kind = dataclasses.make_dataclass("Batch", ["pixels"])
+    assert [one.name for one in nonfinite_in_batch((UserDict(x=nan), kind(nan)))] == ["[0]['x']", "[1].pixels"]
 
 
 @pytest.mark.parametrize(
