@@ -20,6 +20,10 @@ from ampdbg.syntax_tree import syntax_tree
 # What names hold and what calls run
 
 
+FILLED = frozenset({"zeros", "ones", "full", "empty"})
+"""Torch functions that make a tensor, also as ``new_zeros`` and ``zeros_like``."""
+
+
 def names_on(lines: range, seen: Mapping[int, LineNames], bindings: Bindings) -> TensorNames:
     """Return the names that held tensors on these lines, or on all lines if the trace did not run these."""
     known = seen.keys() & set(lines) or seen.keys()
@@ -397,7 +401,8 @@ def rewritten(document: Document, pinned: PinnedLine) -> tuple[list[Edit], bool]
     """
     statement = pinned.statement
     _refuse_suspended(statement)
-    lifted = list(_lifted(document, pinned)) if pinned.casts_to_fp32 else []
+    is_cast = pinned.casts_to_fp32 or any(map(_is_made_here, ast.walk(statement)))
+    lifted = list(_lifted(document, pinned)) if is_cast else []
     if lifted and not pinned.computes(statement):
         return lifted, True
     if pinned.operations:
@@ -456,12 +461,22 @@ def _refuse_suspended(code: ast.AST) -> None:
 
 def _refuse_writes(statement: ast.stmt, names: TensorNames) -> None:
     """Refuse writes into a half tensor, which round any result to half."""
-    if any(map(writes_in_place, ast.walk(statement))):
+    if any(writes_in_place(one) and not _is_made_here(one) for one in ast.walk(statement)):
         raise EditError("it writes into an existing tensor, which stays in half; assign the result instead")
     for node in ast.walk(statement):
         match node:
             case ast.Subscript(ctx=ast.Store()) if _half_tensor(node, names, ()):
                 raise EditError("it writes into part of a half tensor; create that tensor in FP32")
+
+
+def _is_made_here(call: ast.AST) -> bool:
+    """True for ``torch.zeros(n, dtype=x.dtype).index_add_(0, i, x)``: the written tensor gets the dtype of a cast x."""
+    match call:
+        case ast.Call(func=ast.Attribute(value=ast.Call() as maker)):
+            dtypes = [one.value for one in maker.keywords if one.arg == "dtype"]
+            follows = all(isinstance(one, ast.Attribute) and one.attr == "dtype" for one in dtypes)
+            return follows and called_name(maker).removeprefix("new_").removesuffix("_like") in FILLED
+    return False
 
 
 def _plain_assignment(document: Document, statement: ast.AugAssign) -> Edit:
