@@ -456,7 +456,7 @@ class Recorder(TorchFunctionMode):
         """Stop recording functions once the script compiles one, because torch.compile would trace the mode too."""
         self.looking = nullcontext
         if not any(isinstance(one, torch.nn.Module) for one in given):
-            self._compiles = "it may compile the code of its loss"
+            self._compiles = "the script calls torch.compile, perhaps for the code of its loss"
 
     # Backward passes and optimizer steps.
 
@@ -926,7 +926,7 @@ class _Calls:
             return f"an input of {_described(call)} was changed in place since; ampdbg copies it from now on"
         weights = call.module.parameters() if call.module is not None else ()
         if any(self._written.get(id(weight), -1) > call.steps for weight in weights):
-            return "its weights have changed since"
+            return f"an optimizer has stepped the weights of {_described(call)} since"
         if call.steps < self._latest and not self._before.is_known(number):
             return "what its module held has changed since"
         return next((why for read in call.reads if (why := self._why(read)) and not call.takes_data_of(read)), "")

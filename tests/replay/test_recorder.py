@@ -415,7 +415,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @dataclass
-class NotedCall:
+class RecordedLoop:
     """A loop recorded at a loss scale of 4: its last gradients, and its losses."""
 
     model: nn.Module
@@ -427,7 +427,7 @@ class NotedCall:
     def __post_init__(self) -> None:
         self.recorder = Recorder(about_to_step=self._about_to_step)
 
-    def of(self, loop: Loop) -> "NotedCall":
+    def of(self, loop: Loop) -> "RecordedLoop":
         """Runs the loop."""
         with self.recorder, attached(self._around):
             loop(self.model, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -502,7 +502,7 @@ def test_a_recorded_step_replays_with_the_loss_and_gradients_of_the_step(loop: L
     if around is AROUND["in half"] and loop in (evaluates_before, reentrant) and keeps_casts_without_gradients():
         pytest.skip("with this torch the step itself lacks gradients that a step alone has")
     with around():
-        noted = NotedCall(net()).of(loop)
+        noted = RecordedLoop(net()).of(loop)
     noted.model.zero_grad()
     noted.model.eval()
     step = noted.again()
@@ -552,7 +552,7 @@ def test_casts_of_the_loop_are_repeated_in_the_format_of_the_replay(
     def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
         scaler.scale((model(x()) * cast(wide)).square().mean()).backward()
 
-    noted = NotedCall(net()).of(loop)
+    noted = RecordedLoop(net()).of(loop)
     assert not math.isfinite(sum(noted.losses))
     step = noted.again()
     with lifted("float32"):
@@ -572,7 +572,7 @@ def test_a_second_model_that_makes_the_data_is_recorded_and_its_input_is_not_kep
         assert kept[0]() is None  # the recorder does not keep the input of a cast
         scaler.scale(model(encoded.float()).square().mean()).backward()
 
-    step = NotedCall(net()).of(loop).again()
+    step = RecordedLoop(net()).of(loop).again()
     assert any(call.function is beside for call in step.calls.values())
 
 
@@ -607,8 +607,8 @@ EARLIER = torch.ones(3, requires_grad=True) * 2
 REFUSED: dict[str, tuple[Loop, str]] = {
     "a scaled loss in a loss": (penalized_by_what_stays_scaled, "its loss takes gradients of a scaled loss, and"),
     "a graph from before": (made_before, "ampdbg did not see every call that its loss needs"),
-    "other weights": (steps_in_between, "its weights have changed since"),
-    "a loss that is compiled": (compiles_its_loss, "it may compile the code of its loss"),
+    "other weights": (steps_in_between, "an optimizer has stepped the weights of "),
+    "a loss that is compiled": (compiles_its_loss, "the script calls torch.compile, perhaps for the code of its loss"),
     "nothing": (lambda model, scaler: None, "no loss went backward in it"),
 }
 
@@ -616,7 +616,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
 @pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)
 def test_the_recorder_says_why_a_step_cannot_be_replayed(loop: Loop, why: str) -> None:
     with pytest.raises(NotReplayableError) as raised:
-        NotedCall(net()).of(loop).step()
+        RecordedLoop(net()).of(loop).step()
     assert str(raised.value).startswith(why)
 
 
@@ -688,7 +688,7 @@ def test_the_loop_trains_on_if_the_recorder_is_full_or_fails(monkeypatch: pytest
                 monkeypatch.setattr(recorders, fails, lambda: 1 / 0)
 
     monkeypatch.setattr(recorders, "MOST_CALLS", 1000 if fails else 3)
-    noted = NotedCall(net()).of(loop)
+    noted = RecordedLoop(net()).of(loop)
     monkeypatch.undo()
     bare = net()
     loop(bare, torch.amp.GradScaler("cpu", init_scale=4.0))
@@ -1100,8 +1100,8 @@ def modules(recorder: Recorder, model: nn.Module) -> tuple[RecordedStep, torch.T
 
 
 def test_only_the_modules_of_a_step_with_a_compiled_loss_are_replayed() -> None:
-    noted = NotedCall(net()).of(compiles_its_loss)
-    with pytest.raises(NotReplayableError, match="it may compile the code of its loss"):
+    noted = RecordedLoop(net()).of(compiles_its_loss)
+    with pytest.raises(NotReplayableError, match="perhaps for the code of its loss"):
         noted.step()
     step, total = modules(noted.recorder, noted.model)
     assert [call.called for call in step.calls.values()] == [noted.model]
@@ -1109,7 +1109,7 @@ def test_only_the_modules_of_a_step_with_a_compiled_loss_are_replayed() -> None:
 
 
 def test_a_model_compiled_by_keyword_is_recorded_as_a_whole_step() -> None:
-    assert NotedCall(net()).of(compiles_its_model).step().reach == "whole"
+    assert RecordedLoop(net()).of(compiles_its_model).step().reach == "whole"
 
 
 def test_a_call_that_raises_ends_the_recorded_pass_unless_another_pass_follows() -> None:
