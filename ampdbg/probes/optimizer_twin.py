@@ -141,10 +141,10 @@ def keeps_the_rest(
     return False
 
 
-def differs(half: torch.Tensor, twin: torch.Tensor, start: torch.Tensor) -> bool:
-    """True if a step moved weights elsewhere than the step of its twin did, from the same ``start``."""
+def differs(half: torch.Tensor, twin: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor: True if a step moved weights elsewhere than its twin's did, from the same ``start``."""
     moved = (half != start) | (twin != start)
-    return bool((half.view(torch.int16) != twin.view(torch.int16)).sum() > FEW * moved.sum())
+    return (half.view(torch.int16) != twin.view(torch.int16)).sum() > FEW * moved.sum()
 
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import is_captured
 from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.still_values import Names, StillValues, half_parameters
-from ampdbg.probes.tensors import HALVES, stored
+from ampdbg.probes.tensors import HALVES, stored, to_host
 from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
 
@@ -330,15 +330,14 @@ class SampledRow:
         values.grad = self._shaped(self._read(one.grad for one in self.parameters))
         return TwinEntries(values, {key: self._state(key) for key in self._state_keys}, self.group)
 
-    def why_not_its_twin(self, entries: TwinEntries, before: Mapping[str, Any] | None) -> str:
-        """Return why the step that has been written is another than its twin's on ``half_entries``, or "".
+    def differs_from(self, twin: TwinEntries) -> torch.Tensor:
+        """Return a bool tensor: True if the step has written other values than its twin's on ``half_entries``."""
+        return differs(self._last, twin.values.flatten(), self._start)
 
-        ``before`` are the states before the step; None if the masters began at other values."""
-        if differs(self._last, entries.values.flatten(), self._start):
-            return BY_OTHERS
+    def keeps_the_rest(self, before: Mapping[str, Any]) -> bool:
+        """True if the states hold what rounding took. ``before`` are the states before the row's first step."""
         after = {key: self._state(key) for key in self._state_keys}
-        keeps = before is not None and keeps_the_rest(before, after, self._stepped, self._shaped(self._last))
-        return KEEPS_THE_REST if keeps else ""
+        return keeps_the_rest(before, after, self._stepped, self._shaped(self._last))
 
     @property
     def rounds(self) -> bool:
@@ -508,10 +507,11 @@ class UpdateWindow:
         for row in self.rows:
             row.written()
         self.is_undecided = self.is_checked and self.steps == 0 and not any(row.rounds for row in self.rows)
-        for index, entries in enumerate(self._half_entries):
-            before = self._half_states[index] if self._half_states else None
-            if why_not := self.rows[index].why_not_its_twin(entries, before):
-                raise NoTwinError(why_not)
+        pairs = list(zip(self.rows, self._half_entries, strict=True)) if self.is_checked else []
+        if any(to_host([row.differs_from(entries) for row, entries in pairs])):
+            raise NoTwinError(BY_OTHERS)
+        if any(row.keeps_the_rest(before) for row, before in zip(self.rows, self._half_states, strict=False)):
+            raise NoTwinError(KEEPS_THE_REST)
 
     def after(self) -> None:
         """Add the step to the sums; call this after the optimizer's own hooks."""
