@@ -168,8 +168,8 @@ class Calls:
     def _carries_scale(self, place: int) -> int:
         """Return the number of the scaler whose scale the optimizer's gradients carry, or 0. The loop may have read the
         scale for a log or a checkpoint, and not to divide by it. Then a GPU syncs."""
-        before, held = self._at_reading.pop(place, None), self._order.gradients[place]
-        if held.by_hand and before is not None and before.any() and before.equal(self._marks[place].values()):
+        before, held = self._at_reading.pop(place, torch.empty(0)), self._order.gradients[place]
+        if held.by_hand and before.any() and before.equal(self._marks[place].values()):
             held.by_hand = False
         return self._order.carries_scale(place)
 

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.probes.op_trace import storage_of, traits_of, written_by
-from ampdbg.probes.step_hooks import is_of_class, is_torchs, unhooked_steps
+from ampdbg.probes.step_code import reads_shapes, why_not_repeatable
+from ampdbg.probes.step_hooks import is_of_class, is_torchs, step_of_class, unhooked_steps
 from ampdbg.probes.tensors import HALVES, tensors_in
 from ampdbg.workload.batches import tensor_leaves
 
@@ -63,13 +64,17 @@ def why_no_twin(optimizer: Optimizer) -> str:
         return "the script has set the step itself"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "its step may communicate with other processes"
+    kind: Any = type(optimizer)
+    if why_not := why_not_repeatable(kind):
+        return why_not
     odd = (key for key, value in _own_attributes(optimizer).items() if not _is_plain(value))
     return next((f"its twin may not share its attribute {key}" for key in odd), "")
 
 
 def by_parameter(optimizer: Optimizer) -> bool:
-    """True if the optimizer is known to step whole parameters only. Others are found out."""
-    return _is_one_of(BY_PARAMETER, optimizer)
+    """True if the update of an entry may depend on its parameter's shape or other entries. Others are found out."""
+    kind: Any = type(optimizer)
+    return _is_one_of(BY_PARAMETER, optimizer) or (not is_torchs(optimizer.step) and reads_shapes(kind))
 
 
 def _is_one_of(names: frozenset[str], optimizer: Optimizer) -> bool:
@@ -105,15 +110,13 @@ def step_twin(twin: Optimizer) -> None:
     Raises:
         NoTwinError: the code of an optimizer that is not torch's did what its twin may not do.
     """
-    step: Any = type(twin).step
-    step = getattr(step, "__wrapped__", step)
-    if is_torchs(step):
-        step(twin)
+    if is_torchs(twin.step):
+        step_of_class(twin)
         return
     stepped = [one for group in twin.param_groups for one in group["params"]]
     own = [vars(twin), twin.param_groups, [one.grad for one in stepped], *(twin.state[one] for one in stepped)]
     with _nothing_left_behind(), _Guard({storage_of(tensor) for _, tensor in tensor_leaves(own)}):
-        step(twin)
+        step_of_class(twin)
 
 
 def keeps_the_rest(
@@ -136,7 +139,7 @@ def keeps_the_rest(
             return True
         change = value.float() - before[key].float() if key in before else value.float()
         near = NEARLY * rest.norm()
-        if bool(near > 0.0) and any(bool((one.abs() - rest.abs()).norm() < near) for one in (value.float(), change)):
+        if any(bool((one.abs() - rest.abs()).norm() < near) for one in (value.float(), change)):
             return True
     return False
 
@@ -164,8 +167,8 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def _nothing_left_behind() -> Iterator[None]:
-    """Keep what the code of a twin prints from the user, and the random numbers that it draws from Python and NumPy.
-    It compiles nothing, since that takes longer than all its steps."""
+    """Keep what the code of a twin prints from the user. Restore the random state of Python and NumPy. Compile nothing,
+    since that takes longer than all steps of a window."""
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(numpy.random.set_state, numpy.random.get_state())
@@ -178,7 +181,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
 
 class _Guard(TorchDispatchMode):
-    """Stops the code of a twin at an op with an effect on anything but the tensors in these storages and new ones."""
+    """Stops the code of a twin at an op that writes to other storages than these and new ones."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()

@@ -123,6 +123,12 @@ def name_of(optimizer: Optimizer) -> str:
     return name if is_of_class(optimizer) else f"the script's own step of {name}"
 
 
+def step_of_class(optimizer: Optimizer) -> None:
+    """Run one step of the optimizer's class, without hooks. A step that the script has set does not run."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def is_of_class(optimizer: Optimizer) -> bool:
     """True if the optimizer's step is its class's, and not one that the script has set on it."""
     return _innermost(optimizer.step) is _innermost(type(optimizer).step)

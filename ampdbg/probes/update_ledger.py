@@ -549,7 +549,7 @@ class OptimizerLedger:
             self.is_kept, self.window = False, None
             self.name = name_of(optimizer)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """End the window, as a twin does not follow the optimizer. If it stepped entries, try whole parameters next."""
         is_checked = self.window is not None and self.window.is_checked
         if is_checked and not (self.is_whole or self.windows):
@@ -667,7 +667,7 @@ class UpdateLedger:
         try:
             with torch.no_grad():
                 turn(book, given)
-        except Exception as error:  # noqa: BLE001 - an optimizer may raise anything on float32 copies
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an optimizer may raise anything on float32 copies
             book.failed(error)
         spent = time.perf_counter() - began
         if book.moments:  # the first window is free of the time limit
@@ -747,10 +747,10 @@ class UpdateLedger:
         sound = {name for name, one in every.items() if math.isfinite(sum(one.sums)) and not one.sums.foreign}
         whole = {name: every[name] for name in later if name in sound}
         known = [later[name] for name in whole]
-        for name, changed in chain.from_iterable(one.changed for one in self._first_values):
-            if name in whole:
-                sums = whole[name].sums
-                whole[name] = whole[name]._replace(sums=sums._replace(moved=max(sums.moved, changed)))
+        changed = dict(chain.from_iterable(one.changed for one in self._first_values))
+        for name in whole.keys() & changed.keys():
+            sums = whole[name].sums
+            whole[name] = whole[name]._replace(sums=sums._replace(moved=max(sums.moved, changed[name])))
         names = partial(names_and_kinds, self._models)
         averages = self.averages.seen
         others = (book.still.names for book in self._books.values() if book.why_not != KEEPS_THE_REST)

@@ -24,6 +24,7 @@ from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.seams import replaced
 from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.step_hooks import step_of_class
 from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
 from ampdbg.record.run import Replay, Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
@@ -219,7 +220,7 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
             with run.workload.user.running("the optimizer's step"):
                 clip(run.workload.optimizers, run.config.train.clip_grad_norm)
                 for optimizer in run.workload.optimizers:
-                    optimizer.step()
+                    step_of_class(optimizer)
         except AmpdbgError:
             return
 

@@ -397,8 +397,8 @@ class FailingSteps:
         return next((reason for reason, holds in reasons if holds), "")
 
     def _half(self, model: torch.nn.Module) -> Half | None:
-        """Return the half dtype that autocast uses, that the weights have, that earlier losses' graphs held, or that
-        autocast uses inside a module."""
+        """Return the half dtype that autocast uses, that the weights have, or that earlier losses' graphs held. Else it
+        is that of autocast inside a module."""
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         dtypes = [self.recorder.autocast_dtype(device.type), *{parameter.dtype for parameter in model.parameters()}]
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]

@@ -109,7 +109,7 @@ def is_users(frame: FrameType) -> bool:
 
 def loaded_files() -> list[str]:
     """Return the user's files among the loaded modules, including the script."""
-    files = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
+    files = (getattr(module, "__dict__", {}).get("__file__") for module in tuple(sys.modules.values()))
     return [file for file in dict.fromkeys(files) if isinstance(file, str) and is_users_file(file)]
 
 

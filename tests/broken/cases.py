@@ -479,7 +479,7 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
     Broken(
         "batch the model does not take",
         MODEL + "data: {target: workload.py:batches}\n" + LOSS,
-        ("unexpected keyword argument 'pixels'", 'batch 0 holds ["pixels"]: float32 [8, 4]'),
+        ("unexpected keyword argument 'pixels'", "batch 0 holds ['pixels']: float32 [8, 4]"),
         _workload("batches = [{'pixels': torch.ones(8, 4)}]\n")
         | {"config.yaml": MODEL + "data: {target: workload.py:batches}\n"},
         blames_user_code=True,

@@ -1,0 +1,115 @@
+"""What the code of an optimizer's step can reach: a second run of it must leave nothing behind.
+
+Only byte code is read. A step may use torch and a few modules without state, functions whose code is as harmless, and
+constants. Any other global object, cell or class attribute may change with each run, and the step is refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+MODULES = frozenset({"torch", "math", "typing", "functools", "operator", "collections", "random", "numpy", "copy"})
+"""Modules without state that lasts, but for the random state, which is restored. Others may log or write."""
+
+SHAPES = frozenset({"ndim", "dim", "ndimension", "shape", "size", "numel", "norm"})
+"""Names that read the shape of a parameter or all its entries: a step with these needs whole parameters."""
+
+REFUSED = frozenset({"vars", "open", "input", "exec", "eval", "globals", "setattr", "exit", "quit"})
+"""Names with which code reaches its class, a file, or the end of the process."""
+
+CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@functools.lru_cache(maxsize=64)
+def why_not_repeatable(kind: type[Any]) -> str:
+    """Return why a second run of the class's step may leave something behind, or ""."""
+    for own in _own_classes(kind):
+        for name, value in vars(own).items():
+            if not (name.startswith("__") or _is_code(value) or _is_constant(value)):
+                return f"its step may change {own.__name__}.{name}"
+    return next((why for function in _reached(kind) if (why := _why_not(function))), "")
+
+
+@functools.lru_cache(maxsize=64)
+def reads_shapes(kind: type[Any]) -> bool:
+    """True if the class's step may depend on the shape of a parameter, or on all of its entries."""
+    return any(not SHAPES.isdisjoint(function.__code__.co_names) for function in _reached(kind))
+
+
+def _own_classes(kind: type[Any]) -> list[type[Any]]:
+    return [one for one in kind.__mro__ if not one.__module__.startswith(("torch.", "builtins", "typing"))]
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (FunctionType, classmethod, staticmethod, property))
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, CONSTANTS) or (isinstance(value, (tuple, frozenset)) and all(map(_is_constant, value)))
+
+
+def _reached(kind: type[Any]) -> Iterator[FunctionType]:
+    """Yield the functions that a step can call, as far as their names show."""
+    methods = {name: value for own in reversed(_own_classes(kind)) for name, value in vars(own).items()}
+    waiting, seen = [methods["step"]] if "step" in methods else [], set[int]()
+    while waiting:
+        value = waiting.pop()
+        value = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
+        if isinstance(value, FunctionType) and id(value) not in seen and not _is_of_torch(value):
+            seen.add(id(value))
+            yield value
+            called = _named(value, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") & methods.keys()
+            waiting += [*_used(value), *(methods[name] for name in called)]
+
+
+def _used(function: FunctionType) -> list[Any]:
+    """Return the global objects that a function loads, the contents of its cells, and its defaults."""
+    cells = [one.cell_contents for one in function.__closure__ or ()]
+    own = [one for one in cells if not (isinstance(one, type) and function.__name__ in vars(one))]  # for super()
+    named = [function.__globals__[name] for name in _named(function, "LOAD_GLOBAL") & function.__globals__.keys()]
+    return [*own, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _named(function: FunctionType, *kinds: str) -> set[str]:
+    """Return the names in the instructions of these kinds, inner functions included."""
+    codes = _codes(function.__code__)
+    return {str(one.argval) for code in codes for one in dis.get_instructions(code) if one.opname in kinds}
+
+
+def _why_not(function: FunctionType) -> str:
+    set_outside = _named(function, "STORE_GLOBAL", "DELETE_GLOBAL")
+    set_outside |= _named(function, "STORE_DEREF") & {*function.__code__.co_freevars}
+    reached = _named(function, "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD") & {"__class__", "__dict__"}
+    refused = REFUSED | ({"type"} if _named(function, "STORE_ATTR") else set())
+    reached |= _named(function, "LOAD_GLOBAL") & refused
+    reached |= {one for one in _named(function, "IMPORT_NAME") if one.partition(".")[0] not in MODULES}
+    if found := sorted(set_outside | reached):
+        return f"its step uses or sets {found[0]}, which outlives it"
+    odd = next((one for one in _used(function) if not _is_harmless(one)), None)
+    return "" if odd is None else f"its step uses an object that outlives it, a {type(odd).__name__}"
+
+
+def _is_harmless(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in MODULES
+    if isinstance(value, (FunctionType, BuiltinFunctionType, functools.partial)) or _is_constant(value):
+        return True
+    return isinstance(value, type) and value.__module__.partition(".")[0] in {*MODULES, "builtins"}
+
+
+def _is_of_torch(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] == "torch"
