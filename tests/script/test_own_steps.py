@@ -109,41 +109,31 @@ def test_weight_updates_in_backward_hooks_are_reported_as_no_optimizer_step(tmp_
     assert "it follows no loop that writes weights itself, as in hooks of the backward pass" in page
 
 
-NOTED = scripts.loop("""
+ACCELERATED = scripts.loop("""
 import types
+from accelerate import Accelerator
 
 class Lazy(types.ModuleType):  # as a library's, for what is not installed
     def __getattr__(self, name):
         raise ImportError(name)
 
 sys.modules["lazy"] = Lazy("lazy")
-net = nn.Linear(8, 1).cuda()
-optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+accelerator, model = Accelerator(mixed_precision="fp16"), nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20, end_factor=0.0)
-scaler, called, plain = torch.amp.GradScaler("cuda", init_scale=2.0**12), [], optimizer.step
-
-def noted(*args, **kwargs):  # as Accelerate finds out if the scaler has skipped a step
-    called.append(True)
-    return plain(*args, **kwargs)
-
-for step in range(16):
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+for step in range(14):
     x = torch.randn(16, 8, device="cuda") * 3
     optimizer.zero_grad()
-    with torch.autocast("cuda"):
-        loss = (net(x).float() - x.sum(1, keepdim=True)).pow(2).mean() * (3000 if step in (0, 9) else 1)
-    scaler.scale(loss).backward()
-    optimizer.step = noted
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.step = plain
-    if called:
-        scheduler.step()
-    called.clear()
-torch.save(net.state_dict(), "net.pt")
+    loss = (model(x).float() - x.sum(1, keepdim=True)).pow(2).mean() * (300 if step in (0, 9) else 1)
+    accelerator.backward(loss)
+    optimizer.step()  # notes if the scaler calls the step of the optimizer
+    scheduler.step()  # only if it does
+torch.save(model.state_dict(), "net.pt")
 """)
 
 
 def test_a_replay_does_not_call_the_step_that_a_library_has_set_on_an_optimizer(tmp_path: Path) -> None:
-    record, _, _ = run_with_page(tmp_path, NOTED)
-    assert (first_finding(record)[0], record.steps_skipped) == ("gradient-overflow", 3)
+    record, _, _ = run_with_page(tmp_path, ACCELERATED)
+    assert (first_finding(record)[0], record.steps[9].skipped) == ("scale-calibration", True)
     assert_unwatched_saves_the_same(tmp_path)
