@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.probes.op_trace import storage_of, traits_of, written_by
@@ -135,9 +136,9 @@ def keeps_the_rest(
             continue
         if not value.dtype.is_floating_point:  # the lower bits of a float32 master, or a quantized state
             return True
-        if value.dtype not in HALVES and bool((value.to(half.dtype) == half).all() and half.any()):
+        if value.dtype not in HALVES and bool((value.to(half.dtype) == half).all() & half.any()):
             return True
-        change = value.float() - before[key].float() if key in before else value.float()
+        change = value.float() - before.get(key, torch.zeros_like(value)).float()
         near = NEARLY * rest.norm()
         if any(bool((one.abs() - rest.abs()).norm() < near) for one in (value.float(), change)):
             return True
@@ -157,12 +158,9 @@ def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for numbers, texts, small tensors and plain containers of them."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_leaf)
+    """True for numbers, texts, scalar tensors and plain containers of them."""
+    leaves = _pytree.tree_leaves(value)
+    return all(isinstance(one, PLAIN) or (isinstance(one, torch.Tensor) and one.numel() == 1) for one in leaves)
 
 
 @contextmanager
@@ -191,8 +189,6 @@ class _Guard(TorchDispatchMode):
         kwargs, traits = kwargs or {}, traits_of(op)
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise NoTwinError("it draws random numbers")
-        if "c10d" in op.namespace:
-            raise NoTwinError("its step communicates with other processes")
         if any(storage_of(one) not in self._storages for one in written_by(traits, args, kwargs)):
             raise NoTwinError("its step writes tensors besides its parameters and their states")
         result = op(*args, **kwargs)

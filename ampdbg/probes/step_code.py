@@ -10,12 +10,15 @@ import dis
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-MODULES = frozenset({"torch", "math", "typing", "functools", "operator", "collections", "random", "numpy", "copy"})
+MODULES = frozenset(
+    {"builtins", "torch", "math", "typing", "functools", "operator", "collections", "random", "numpy", "copy"}
+)
 """Modules without state that lasts, but for the random state, which is restored. Others may log or write."""
 
 SHAPES = frozenset({"ndim", "dim", "ndimension", "shape", "size", "numel", "norm"})
@@ -24,57 +27,55 @@ SHAPES = frozenset({"ndim", "dim", "ndimension", "shape", "size", "numel", "norm
 REFUSED = frozenset({"vars", "open", "input", "exec", "eval", "globals", "setattr", "exit", "quit"})
 """Names with which code reaches its class, a file, or the end of the process."""
 
+CODE = (FunctionType, BuiltinFunctionType, functools.partial, classmethod, staticmethod, property)
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @functools.lru_cache(maxsize=64)
 def why_not_repeatable(kind: type[Any]) -> str:
     """Return why a second run of the class's step may leave something behind, or ""."""
-    for own in _own_classes(kind):
-        for name, value in vars(own).items():
-            if not (name.startswith("__") or _is_code(value) or _is_constant(value)):
-                return f"its step may change {own.__name__}.{name}"
-    return next((why for function in _reached(kind) if (why := _why_not(function))), "")
+    with suppress(Exception):  # such as a class without a step, or a cell without contents
+        for own in _own_classes(kind):
+            for name, value in vars(own).items():
+                if not (name.startswith("__") or _is_harmless(value)):
+                    return f"its step may change {own.__name__}.{name}"
+        return next(filter(None, map(_why_not, _reached(kind))), "")
+    return "the code of its step cannot be read"
 
 
 @functools.lru_cache(maxsize=64)
 def reads_shapes(kind: type[Any]) -> bool:
     """True if the class's step may depend on the shape of a parameter, or on all of its entries."""
-    return any(not SHAPES.isdisjoint(function.__code__.co_names) for function in _reached(kind))
+    with suppress(Exception):  # then the step does not run a second time
+        return any(not SHAPES.isdisjoint(function.__code__.co_names) for function in _reached(kind))
+    return False
 
 
 def _own_classes(kind: type[Any]) -> list[type[Any]]:
     return [one for one in kind.__mro__ if not one.__module__.startswith(("torch.", "builtins", "typing"))]
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (FunctionType, classmethod, staticmethod, property))
-
-
-def _is_constant(value: Any) -> bool:
-    return isinstance(value, CONSTANTS) or (isinstance(value, (tuple, frozenset)) and all(map(_is_constant, value)))
-
-
 def _reached(kind: type[Any]) -> Iterator[FunctionType]:
     """Yield the functions that a step can call, as far as their names show."""
-    methods = {name: value for own in reversed(_own_classes(kind)) for name, value in vars(own).items()}
-    waiting, seen = [methods["step"]] if "step" in methods else [], set[int]()
-    while waiting:
-        value = waiting.pop()
-        value = inspect.unwrap(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
-        if isinstance(value, FunctionType) and id(value) not in seen and not _is_of_torch(value):
-            seen.add(id(value))
-            yield value
-            called = _named(value, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR") & methods.keys()
-            waiting += [*_used(value), *(methods[name] for name in called)]
+    methods = [pair for own in _own_classes(kind) for pair in vars(own).items()]
+    names, seen = {"step"}, set[FunctionType]()
+    waiting: list[Any] = []
+    while names or waiting:
+        waiting += [value for name, value in methods if name in names]
+        found = {inspect.unwrap(getattr(one, "__func__", getattr(one, "fget", one))) for one in waiting}
+        new = {one for one in found if isinstance(one, FunctionType) and not _is_of_torch(one)} - seen
+        yield from new
+        seen |= new
+        names = {name for one in new for name in _named(one, "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")}
+        waiting = [value for one in new for value in _used(one)]
 
 
 def _used(function: FunctionType) -> list[Any]:
     """Return the global objects that a function loads, the contents of its cells, and its defaults."""
-    cells = [one.cell_contents for one in function.__closure__ or ()]
-    own = [one for one in cells if not (isinstance(one, type) and function.__name__ in vars(one))]  # for super()
+    cells = dict(inspect.getclosurevars(function).nonlocals)
+    cells.pop("__class__", None)  # for super()
     named = [function.__globals__[name] for name in _named(function, "LOAD_GLOBAL") & function.__globals__.keys()]
-    return [*own, *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*cells.values(), *named, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -104,11 +105,12 @@ def _why_not(function: FunctionType) -> str:
 
 
 def _is_harmless(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] in MODULES
-    if isinstance(value, (FunctionType, BuiltinFunctionType, functools.partial)) or _is_constant(value):
-        return True
-    return isinstance(value, type) and value.__module__.partition(".")[0] in {*MODULES, "builtins"}
+    """True for code, for constants, and for modules and classes without state that lasts."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_harmless, value))
+    origin = str(getattr(value, "__module__", getattr(value, "__name__", "")))
+    is_known = isinstance(value, (ModuleType, type)) and origin.partition(".")[0] in MODULES
+    return is_known or isinstance(value, (*CODE, *CONSTANTS))
 
 
 def _is_of_torch(function: FunctionType) -> bool:
