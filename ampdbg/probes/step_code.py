@@ -24,8 +24,11 @@ MODULES = frozenset(
 SHAPES = frozenset({"ndim", "dim", "ndimension", "shape", "size", "numel", "norm"})
 """Names that read the shape of a parameter or all its entries: a step with these needs whole parameters."""
 
+OUTWARD = frozenset({"__class__", "__dict__", "save", "savez", "savetxt", "tofile", "manual_seed", "seed_all"})
+"""Attributes and names with which code reaches its class, writes a file, or seeds torch."""
+
 REFUSED = frozenset({"vars", "open", "input", "exec", "eval", "globals", "setattr", "exit", "quit"})
-"""Names with which code reaches its class, a file, or the end of the process."""
+"""Builtins with which code reaches what outlives it, or ends the process."""
 
 CODE = (FunctionType, BuiltinFunctionType, functools.partial, classmethod, staticmethod, property)
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -94,7 +97,7 @@ def _named(function: FunctionType, *kinds: str) -> set[str]:
 def _why_not(function: FunctionType) -> str:
     set_outside = _named(function, "STORE_GLOBAL", "DELETE_GLOBAL")
     set_outside |= _named(function, "STORE_DEREF") & {*function.__code__.co_freevars}
-    reached = _named(function, "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD") & {"__class__", "__dict__"}
+    reached = _named(function, "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD") & OUTWARD
     refused = REFUSED | ({"type"} if _named(function, "STORE_ATTR") else set())
     reached |= _named(function, "LOAD_GLOBAL") & refused
     reached |= {one for one in _named(function, "IMPORT_NAME") if one.partition(".")[0] not in MODULES}

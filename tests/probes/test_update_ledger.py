@@ -1,6 +1,7 @@
 """Tests of the updates that half weights lose, against float32 masters that a test steps; windows leave no trace."""
 
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -1046,6 +1047,12 @@ class Writing(OwnStep):
         super().step()
 
 
+class Saving(OwnStep):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        torch.save(self.param_groups[0]["lr"], os.devnull)
+
+
 class Exiting(OwnStep):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if not self.param_groups[0]["params"][0].requires_grad:
@@ -1061,6 +1068,7 @@ class Exiting(OwnStep):
         (CountingInADict, "its step uses an object that outlives it, a dict"),
         (Drawing, "its step uses an object that outlives it, a Random"),
         (Writing, "its step uses an object that outlives it, a Tensor"),
+        (Saving, "its step uses or sets save, which outlives it"),
         (Exiting, "on float32 copies it raises SystemExit: 3"),
     ],
 )
