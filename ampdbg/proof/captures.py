@@ -22,8 +22,8 @@ from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
 from ampdbg.probes.tensors import HALVES
-from ampdbg.proof.jobs import CapturedStep
-from ampdbg.proof.processes import Deliver, FreshProcess, FreshProcesses, end_group
+from ampdbg.proof.jobs import CapturedStep, FreshProcesses
+from ampdbg.proof.processes import Deliver, FreshProcess, end_group
 from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.range_profile import profile_of

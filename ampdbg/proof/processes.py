@@ -17,13 +17,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
-
-if TYPE_CHECKING:
-    from ampdbg.proof.jobs import Job, JobResult
 
 ENDING = 30.0
 """Seconds that a process may take to exit after its last event, since user code may have left threads."""
@@ -43,12 +40,6 @@ Deliver = Callable[[Any], None]
 
 Task = Callable[..., None]
 """The function that a process calls with its arguments, an observer, a ``Deliver`` and a temporary folder."""
-
-Pending = Callable[[Observer], "JobResult"]
-"""Waits for the results of a job. A failure or crash becomes their ``failure``."""
-
-JobStarter = Callable[[Task, "Job"], Pending]
-"""Starts a job."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +68,17 @@ class FreshProcess:
         path = self.folder / "result"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
+    def ending(self) -> str:
+        """Wait until the process ends, and return how, with the last line of its output."""
+        try:
+            code = self.child.wait(ENDING)
+            how = f"by a signal: {signal.strsignal(-code)}" if code < 0 else f"with exit code {code}"
+            ending = f"its process ended {how}"
+        except subprocess.TimeoutExpired:
+            ending = "its process does not end"
+        output = (self.folder / "output").read_text(encoding="utf-8", errors="replace").strip()
+        return ": ".join([ending, *map(str.strip, output.splitlines()[-1:])])
+
 
 @contextlib.contextmanager
 def fresh_process(errors: str = "", **how: Any) -> Iterator[FreshProcess]:
@@ -98,50 +100,6 @@ def fresh_process(errors: str = "", **how: Any) -> Iterator[FreshProcess]:
                 yield FreshProcess(child, folder)
             finally:
                 end_group(child.pid)
-
-
-class FreshProcesses(contextlib.ExitStack):
-    """Starts each job in a new process with the working directory ``folder``, and kills all of them on exit."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-        self._waiting: list[FreshProcess] = []
-
-    def warm(self) -> None:
-        """Start a process in advance, since importing torch takes seconds."""
-        with contextlib.suppress(OSError):  # the first job will fail with the same error
-            self._waiting.append(self._started())
-
-    def __call__(self, task: Task, job: Job) -> Pending:
-        from ampdbg.proof.jobs import JobResult
-
-        try:
-            process = self._waiting.pop() if self._waiting else self._started()
-            process.begin(task, job)
-        except OSError as error:
-            why = f"no process can be started: {error}"
-            return lambda observer: JobResult(failure=why)
-        return functools.partial(_seen_by, process)
-
-    def _started(self) -> FreshProcess:
-        return self.enter_context(fresh_process("output", cwd=self._folder))
-
-
-def _seen_by(process: FreshProcess, observer: Observer) -> JobResult:
-    from ampdbg.proof.jobs import JobResult
-
-    process.pass_on(observer)
-    try:
-        code = process.child.wait(ENDING)
-        how = f"by a signal: {signal.strsignal(-code)}" if code < 0 else f"with exit code {code}"
-        failure = f"its process ended {how}"
-    except subprocess.TimeoutExpired:
-        failure = "its process does not end"
-    output = (process.folder / "output").read_text(encoding="utf-8", errors="replace").strip()
-    last_line = output.splitlines()[-1:]
-    seen: JobResult | None = process.result()
-    return seen or JobResult(failure=": ".join([failure, *map(str.strip, last_line)]))
 
 
 def end_group(pid: int) -> None:

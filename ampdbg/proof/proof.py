@@ -11,15 +11,19 @@ from ampdbg.config.schema import LossScale, Precision
 from ampdbg.observer import Observer
 from ampdbg.patch.file_edits import Patched
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.experiments import (
+from ampdbg.proof.jobs import (
+    Job,
+    JobResult,
+    JobStarter,
+    StepUse,
+    Trained,
+    Tried,
     run_in_live_workload,
     run_in_rebuilt_workload,
     see_in_script,
     train_alone,
     trained_in_fp32,
 )
-from ampdbg.proof.jobs import Job, JobResult, StepUse, Trained, Tried
-from ampdbg.proof.processes import JobStarter
 from ampdbg.proof.swap import CannotSwapError
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins

@@ -29,8 +29,7 @@ from ampdbg.patch.plan import (
 from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
-from ampdbg.proof.jobs import CapturedStep, Job
-from ampdbg.proof.processes import FreshProcesses, JobStarter
+from ampdbg.proof.jobs import CapturedStep, FreshProcesses, Job, JobStarter
 from ampdbg.proof.proof import needed_units, prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source

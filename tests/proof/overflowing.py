@@ -8,8 +8,8 @@ from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.file_edits import Patched
-from ampdbg.proof.jobs import Job, JobResult
-from ampdbg.proof.processes import FreshProcesses, Pending, Task
+from ampdbg.proof.jobs import FreshProcesses, Job, JobResult, Pending
+from ampdbg.proof.processes import Task
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Investigation

@@ -13,7 +13,7 @@ import torch
 from ampdbg.config.schema import Config
 from ampdbg.patch.by_name import module_text
 from ampdbg.patch.file_edits import Patched
-from ampdbg.proof.processes import FreshProcesses
+from ampdbg.proof.jobs import FreshProcesses
 from ampdbg.record.pins import Proof
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared

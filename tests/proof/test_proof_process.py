@@ -11,7 +11,7 @@ import pytest
 
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import processes
-from ampdbg.proof.jobs import JobResult
+from ampdbg.proof.jobs import FreshProcesses, JobResult
 from ampdbg.proof.processes import Task
 from tests.commands.program import environment
 from tests.observing import observing
@@ -26,7 +26,7 @@ def run(
 ) -> Any:
     """The result of a process that runs the task and no proof; it does not import torch."""
     monkeypatch.setattr(processes, "RUN", LIGHT)
-    with processes.FreshProcesses(folder) as start:
+    with FreshProcesses(folder) as start:
         return start(task, seen)(observer)
 
 
@@ -102,7 +102,7 @@ def test_a_warm_process_is_used_and_is_ended_if_not_needed(tmp_path: Path, monke
         return began[-1]
 
     monkeypatch.setattr(subprocess, "Popen", begin)
-    with processes.FreshProcesses(tmp_path) as start:
+    with FreshProcesses(tmp_path) as start:
         start.warm()
         assert start(tasks.reports_two_stages, cast(Any, NOTHING))(UNOBSERVED) == cast(Any, NOTHING)
         assert len(began) == 1

@@ -8,8 +8,7 @@ import pytest
 
 from ampdbg.config.schema import Precision
 from ampdbg.patch.file_edits import Patched
-from ampdbg.proof.experiments import disproves
-from ampdbg.proof.jobs import JobResult, StepUse, Trained, Tried
+from ampdbg.proof.jobs import JobResult, StepUse, Trained, Tried, disproves
 from ampdbg.proof.proof import (
     further_batches,
     in_eval_mode,

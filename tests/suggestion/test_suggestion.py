@@ -10,7 +10,7 @@ import pytest
 from ampdbg.config.file import load_config
 from ampdbg.pinning import bisection
 from ampdbg.proof import suggestion
-from ampdbg.proof.processes import FreshProcesses
+from ampdbg.proof.jobs import FreshProcesses
 from ampdbg.proof.suggestion import Suggestion, suggest
 from ampdbg.record.pins import Handover, Proof, ProofStep
 from ampdbg.report.suggestion import content

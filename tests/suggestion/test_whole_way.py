@@ -9,7 +9,7 @@ import pytest
 
 from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.proof.processes import FreshProcesses
+from ampdbg.proof.jobs import FreshProcesses
 from ampdbg.proof.suggestion import suggest
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record

@@ -10,8 +10,7 @@ import torch
 from ampdbg.config.file import load_config
 from ampdbg.observer import UNOBSERVED
 from ampdbg.patch.file_edits import Patched
-from ampdbg.proof.experiments import raised_in_eval_mode, step_use, trained_with_the_patch
-from ampdbg.proof.jobs import Job, Trained
+from ampdbg.proof.jobs import Job, Trained, raised_in_eval_mode, step_use, trained_with_the_patch
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
