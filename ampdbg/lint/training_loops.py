@@ -1,4 +1,8 @@
-"""The calls of a training loop in execution order, on every path through it, for :mod:`ampdbg.call_order` to check."""
+"""The calls of a training loop in execution order, on every path through it, for :mod:`ampdbg.call_order` to check.
+
+On one path a condition has the same value everywhere. Conditions that a loop can change are evaluated again in each
+round of the loop.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import ast
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from ampdbg.call_order import Call, CallKind, CallOrder
-from ampdbg.lint.branches import FlowPath, TooManyWays, Values, changed_names, lasting, rounds
 from ampdbg.lint.facts import Facts
 from ampdbg.source.document import FUNCTIONS, LOOPS, Document
 from ampdbg.source.expressions import argument, given, is_none
@@ -19,6 +23,28 @@ KINDS: Mapping[str, CallKind] = {"unscale_": "unscale", "step": "step", "update"
 """The kind of call in the call order, by the scaler's method."""
 
 STEPS = ("step", "bare step")
+
+PathEnd = Literal["", "continue", "break", "leave"]
+Values = Mapping[str, bool]
+"""The known values of conditions, by the text of the condition."""
+
+ENDINGS: Mapping[type[ast.stmt], PathEnd] = {
+    ast.Continue: "continue",
+    ast.Break: "break",
+    ast.Return: "leave",
+    ast.Raise: "leave",
+}
+"""Statements after which the rest of their block does not run."""
+
+BLOCKS = (*LOOPS, *FUNCTIONS, ast.If, ast.ClassDef, ast.Match)
+"""Statements that run nothing of the path themselves, except for a loop or a branch with calls."""
+
+MOST_PATHS = 128
+"""A loop with more paths is not checked."""
+
+
+class _TooManyPaths(Exception):  # noqa: N818 - no error of the user's
+    """There are more than :data:`MOST_PATHS` paths."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +59,19 @@ class LoopCall:
     optimizers: tuple[str, ...] = ()
     scaler: str = ""
     clears: bool = False
+
+
+@dataclass(frozen=True)
+class FlowPath:
+    """One path through code: its calls in order, the values of its conditions, and its ending."""
+
+    calls: tuple[LoopCall, ...]
+    values: Values
+    ending: PathEnd = ""
+
+
+Rounds = tuple[FlowPath, FlowPath]
+"""The paths of two rounds of a loop. A round that leaves the loop is its last, so the first one never does."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +105,75 @@ class TrainingLoop:
     def hits(self, of_windows: str) -> Iterator[LoopHit]:
         """Yield misuses on every path with the call to blame; ``of_windows`` is the code of accumulation windows."""
         named = {text.partition(".")[0] for call in self.calls for text in (*call.optimizers, call.scaler)}
-        changing = changed_names(self.node)
+        changing = _changed_names(self.node)
         if named & changing:
             return  # one name for several optimizers in turn
         try:
-            both = rounds(self.body, self._events, {}, changing)
-            pairs = [(lasting(second.values, changing), first, second) for first, second in both]
-        except TooManyWays:
+            every = [*self._rounds(self.body, {}, changing)]
+        except _TooManyPaths:
             return
-        yield from dict.fromkeys(hit for group in _with_amp(pairs) for hit in self._sure(group, of_windows))
+        yield from dict.fromkeys(hit for group in _with_amp(every, changing) for hit in self._sure(group, of_windows))
 
-    def _events(self, node: ast.AST) -> list[LoopCall]:
-        inside = [node] if isinstance(node, ast.Call) else ast.walk(node)
-        places = sorted(place for one in inside for place in self._places.get(id(one), ()))
+    def _paths(self, statements: Sequence[ast.stmt], values: Values) -> list[FlowPath]:
+        """Return every path through a block, given the known values of conditions.
+
+        Raises:
+            _TooManyPaths: there are more than :data:`MOST_PATHS`.
+        """
+        found = [FlowPath((), values)]
+        for statement in statements:
+            found = [path for path in found if path.ending] + [
+                replace(after, calls=path.calls + after.calls)
+                for path in found
+                if not path.ending
+                for after in self._through(statement, path.values)
+            ]
+            if len(found) > 1:  # the comparison costs time for each call
+                found = list(
+                    {(one.calls, tuple(sorted(one.values.items())), one.ending): one for one in found}.values()
+                )
+            if len(found) > MOST_PATHS:
+                raise _TooManyPaths
+        return found
+
+    def _through(self, statement: ast.stmt, values: Values) -> Iterator[FlowPath]:
+        match statement:
+            case ast.For() | ast.AsyncFor() | ast.While() if self._matters(statement):
+                yield from self._through_loop(statement, values)
+            case ast.If(test=test) if (asked := tuple(self._calls_in(test))) or self._matters(statement):
+                for is_true, known in _outcomes(test, values):
+                    for path in self._paths(statement.body if is_true else statement.orelse, known):
+                        yield replace(path, calls=asked + path.calls)
+            case ast.With() | ast.AsyncWith():
+                entered = tuple(call for item in statement.items for call in self._calls_in(item.context_expr))
+                for path in self._paths(statement.body, values):
+                    yield replace(path, calls=entered + path.calls)
+            case ast.Try():
+                yield from self._paths([*statement.body, *statement.orelse, *statement.finalbody], values)
+            case _:
+                calls = [] if isinstance(statement, BLOCKS) else self._calls_in(statement)
+                yield FlowPath(tuple(calls), values, ENDINGS.get(type(statement), ""))
+
+    def _through_loop(self, loop: ast.For | ast.AsyncFor | ast.While, values: Values) -> Iterator[FlowPath]:
+        """Yield the paths through two rounds of an inner loop."""
+        changing = _changed_names(loop)
+        for first, second in self._rounds(loop.body, values, changing):
+            known = _lasting(second.values, changing)
+            yield FlowPath(first.calls + second.calls, known, "leave" if second.ending == "leave" else "")
+
+    def _matters(self, statement: ast.AST) -> bool:
+        """True if a branch of the statement has calls, or leaves the block."""
+        return any(isinstance(node, tuple(ENDINGS)) or id(node) in self._places for node in ast.walk(statement))
+
+    def _rounds(self, body: Sequence[ast.stmt], values: Values, changing: frozenset[str]) -> Iterator[Rounds]:
+        """Yield every pair of paths through two rounds of a loop's body, which changes these names."""
+        for first in self._paths(body, _lasting(values, changing)):
+            if first.ending not in ("break", "leave"):
+                for second in self._paths(body, _lasting(first.values, changing)):
+                    yield first, second
+
+    def _calls_in(self, node: ast.AST) -> list[LoopCall]:
+        places = sorted(place for one in ast.walk(node) for place in self._places.get(id(one), ()))
         return [self.calls[place] for place in places]
 
     @cached_property
@@ -89,13 +184,11 @@ class TrainingLoop:
             found.setdefault(id(call.node), []).append(place)
         return found
 
-    def _sure(
-        self, pairs: Sequence[tuple[FlowPath[LoopCall], FlowPath[LoopCall]]], of_windows: str
-    ) -> Iterator[LoopHit]:
+    def _sure(self, pairs: Sequence[Rounds], of_windows: str) -> Iterator[LoopHit]:
         """Yield the hits on every path with the call to blame; for an accumulation window, those on any path."""
-        runs = [(self._judged(first.events + second.events), set(second.events)) for first, second in pairs]
+        runs = [(self._judged(first.calls + second.calls), set(second.calls)) for first, second in pairs]
         for hit in dict.fromkeys(hit for hits, _ in runs for hit in hits):
-            ran = [hits for hits, events in runs if hit.call in events]
+            ran = [hits for hits, calls in runs if hit.call in calls]
             accumulates = hit.code == of_windows and self._is_counted(hit.call.node)
             if accumulates or (ran and all(hit in hits for hits in ran)):
                 yield hit
@@ -150,15 +243,13 @@ def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int,
     return tuple(dict.fromkeys(places[text] for text in done))
 
 
-def _with_amp(
-    pairs: Sequence[tuple[Values, FlowPath[LoopCall], FlowPath[LoopCall]]],
-) -> Iterator[list[tuple[FlowPath[LoopCall], FlowPath[LoopCall]]]]:
+def _with_amp(pairs: Sequence[Rounds], changing: frozenset[str]) -> Iterator[list[Rounds]]:
     """Group the pairs by conditions that last through the loop; yield the groups with most scaler calls: AMP is on."""
-    groups: dict[tuple[tuple[str, bool], ...], list[tuple[FlowPath[LoopCall], FlowPath[LoopCall]]]] = {}
-    for values, first, second in pairs:
-        groups.setdefault(tuple(sorted(values.items())), []).append((first, second))
+    groups: dict[tuple[tuple[str, bool], ...], list[Rounds]] = {}
+    for pair in pairs:
+        groups.setdefault(tuple(sorted(_lasting(pair[1].values, changing).items())), []).append(pair)
     used = {
-        key: frozenset(call.node for pair in group for way in pair for call in way.events if call.scaler)
+        key: frozenset(call.node for pair in group for path in pair for call in path.calls if call.scaler)
         for key, group in groups.items()
     }
     for key, group in groups.items():
@@ -279,3 +370,60 @@ def _name(node: ast.Call) -> str:
 _HARMLESS = frozenset(
     "print isinstance len id get_lr state_dict load_state_dict adjust_learning_rate set_lr requires_grad_ log".split()
 )
+
+
+# The conditions on a path
+
+_SAME_EACH_ROUND = frozenset("is_enabled isinstance hasattr len getattr get_rank is_main_process is_available".split())
+
+
+def _lasting(values: Values, changing: frozenset[str]) -> dict[str, bool]:
+    """Return the values of the conditions that another round of a loop cannot change."""
+    return {text: value for text, value in values.items() if _is_lasting(text, changing)}
+
+
+def _is_lasting(condition: str, changing: frozenset[str]) -> bool:
+    """True if a condition reads nothing that a loop assigns, and calls only functions with a constant result."""
+    nodes = list(ast.walk(ast.parse(condition, mode="eval")))
+    named = {ast.unparse(node) for node in nodes if isinstance(node, (ast.Name, ast.Attribute))}
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+    return named.isdisjoint(changing) and called <= _SAME_EACH_ROUND
+
+
+def _changed_names(loop: ast.AST) -> frozenset[str]:
+    """Return the names and attributes that a loop assigns."""
+    return frozenset(
+        ast.unparse(node)
+        for node in ast.walk(loop)
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store)
+    )
+
+
+def _outcomes(test: ast.expr, values: Values) -> Iterator[tuple[bool, Values]]:
+    """Yield each value that a condition can have, and the values of conditions that it implies."""
+    match test:
+        case ast.Constant(value=value):
+            yield bool(value), values
+        case ast.UnaryOp(op=ast.Not(), operand=inner):
+            yield from ((not is_true, known) for is_true, known in _outcomes(inner, values))
+        case ast.BoolOp(op=op, values=[first, *rest]):
+            ends_with = isinstance(op, ast.Or)
+            for is_true, known in _outcomes(first, values):
+                if is_true is ends_with or not rest:
+                    yield is_true, known
+                else:
+                    yield from _outcomes(ast.BoolOp(op, rest), known)
+        case _:
+            text, is_plain = _atom(test)
+            for value in (values[text],) if text in values else (True, False):
+                yield value is is_plain, {**values, text: value}
+
+
+def _atom(test: ast.expr) -> tuple[str, bool]:
+    """Return a condition without its negation, and False if it had one; ``x is not None`` counts as ``x``."""
+    match test:
+        case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
+            return ast.unparse(left), isinstance(op, ast.IsNot)
+        case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[right]):
+            return ast.unparse(ast.Compare(left, [ast.Eq()], [right])), False
+    return ast.unparse(test), True
