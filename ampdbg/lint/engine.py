@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ampdbg.errors import AmpdbgError
 from ampdbg.lint.facts import USES_HALF, Facts
-from ampdbg.lint.fixes import edits_f_string, fixed
 from ampdbg.lint.rule import Rule, RuleHit
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
@@ -27,10 +27,14 @@ from ampdbg.lint.sources import (
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Severity
 from ampdbg.source.document import Document
-from ampdbg.syntax_tree import UNPARSABLE
+from ampdbg.source.edits import Fix, applied
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 ENOUGH_FOR_PROCESSES = 64
 """With fewer files, other processes would start too late to help."""
+
+MOST_ROUNDS = 10
+"""Fixes that overlap are applied in this many rounds at most, as one fix may allow another."""
 
 _IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
 
@@ -129,7 +133,7 @@ def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
     try:
         content = read_bytes(found.path)
         rules, uses_half = wanted_rules(content, settings), USES_HALF.search(content) is not None
-        shown = list(findings_of(found.path, source_of(found.path, content), rules, settings)) if rules else []
+        shown = list(_findings_of(found.path, source_of(found.path, content), rules, settings)) if rules else []
     except (UnreadableSource, *UNPARSABLE) as error:
         return looked_at(problem=_problem(error))
     sure, only_in_half = (tuple(one for one, only in shown if only is wanted) for wanted in (False, True))
@@ -163,13 +167,13 @@ def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> li
     """
     facts = Facts(document)
     every = [hit for rule in rules for hit in rule.check(facts)]
-    kept = [hit for hit in every if settings.wants(hit.code) and not is_ignored(document, hit)]
+    kept = [hit for hit in every if settings.wants(hit.code) and not _is_ignored(document, hit)]
     ids = set(map(id, kept))
-    held_back = {id(hit.fix) for hit in every if id(hit) not in ids or edits_f_string(document, hit)}
+    held_back = {id(hit.fix) for hit in every if id(hit) not in ids or _edits_f_string(document, hit)}
     return [replace(hit, fix=None) if id(hit.fix) in held_back else hit for hit in kept]
 
 
-def is_ignored(document: Document, hit: RuleHit) -> bool:
+def _is_ignored(document: Document, hit: RuleHit) -> bool:
     """True if a ``# ampdbg: ignore`` for the code is on the hit's line, or its statement's first or last line."""
     statement, first = document.statement(hit.node), hit.node.lineno  # type: ignore[attr-defined]
     last = statement.lineno if hasattr(statement, "body") else statement.end_lineno or statement.lineno
@@ -177,7 +181,7 @@ def is_ignored(document: Document, hit: RuleHit) -> bool:
     return any(found and (found[1] is None or hit.code in re.split(r"[\s,]+", found[1])) for found in comments)
 
 
-def findings_of(
+def _findings_of(
     path: str, source: SourceText, rules: Sequence[Rule], settings: Settings
 ) -> Iterator[tuple[LintFinding, bool]]:
     """Yield the findings of a text, each with True if it counts only in a project that trains in half.
@@ -221,3 +225,53 @@ def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
     except (UnreadableSource, *UNPARSABLE) as error:
         return LintedFile(path, problem=_problem(error))
     return LintedFile(path, before=content, after=after)
+
+
+def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
+    """Return the text with every fix applied that leaves it parsable.
+
+    Args:
+        text: Python source.
+        hits_of: returns the hits to fix in a document. Each round calls it again, as one fix may allow another.
+    """
+    for _ in range(MOST_ROUNDS):
+        document = Document(text)
+        fixes = _together(hits_of(document))
+        if not fixes:
+            return text
+        try:
+            after = applied(document, fixes)
+            syntax_tree(after)
+        except UNPARSABLE:
+            return text
+        text = after
+    return text
+
+
+def _edits_f_string(document: Document, hit: RuleHit) -> bool:
+    """True if the fix of a hit would change an f-string, in which Pythons before 3.12 misplace nodes.
+
+    They also reject some text in it. An edit that only moves a line changes no string.
+    """
+    edits = hit.fix.edits if hit.fix is not None else ()
+    spans = list(map(document.span, document.find(ast.JoinedStr)))
+    changed = (edit.start for edit in edits if (document.text[edit.start : edit.end] + edit.new).strip())
+    is_within = any(isinstance(one, ast.JoinedStr) for one in document.around(hit.node))
+    return is_within or any(span.start < at < span.end for at in changed for span in spans)
+
+
+def _together(hits: Sequence[RuleHit]) -> list[Fix]:
+    """Return fixes without overlapping edits; of two that overlap, the first."""
+    chosen: list[Fix] = []
+    for fix in dict.fromkeys(hit.fix for hit in hits if hit.fix is not None):
+        if not any(_overlap(fix, other) for other in chosen):
+            chosen.append(fix)
+    return chosen
+
+
+def _overlap(one: Fix, other: Fix) -> bool:
+    return any(
+        edit != its and edit.start < max(its.end, its.start + 1) and its.start < max(edit.end, edit.start + 1)
+        for edit in one.edits
+        for its in other.edits
+    )

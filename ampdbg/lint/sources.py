@@ -39,26 +39,18 @@ class SourcePath:
 
 
 @dataclass(frozen=True)
-class NotebookCell:
-    """A code cell of a notebook: its number, and its first line in the whole text."""
-
-    number: int
-    first_line: int
-
-
-@dataclass(frozen=True)
 class SourceText:
-    """The text of a file and its encoding; of a notebook also its cells and its JSON."""
+    """The text of a file and its encoding; of a notebook also its JSON, and each code cell's number and first line."""
 
     text: str
     encoding: str = "utf-8"
-    cells: tuple[NotebookCell, ...] = ()
+    cells: tuple[tuple[int, int], ...] = ()
     notebook: str = ""
 
     def cell_of(self, line: int) -> tuple[int, int]:
         """Return the cell that has a line of the text, and the line's number within the cell; cell 0 for a file."""
-        cell = next((one for one in reversed(self.cells) if one.first_line <= line), None)
-        return (cell.number, line - cell.first_line + 1) if cell else (0, line)
+        number, first = next((cell for cell in reversed(self.cells) if cell[1] <= line), (0, 1))
+        return number, line - first + 1
 
 
 class UnreadableSource(Exception):  # noqa: N818 - it becomes a line of the report
@@ -150,10 +142,10 @@ def _notebook(content: bytes) -> SourceText:
                  if cell["cell_type"] == "code"]  # fmt: skip
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableSource("is no notebook of version 4") from None
-    text, places = "", []
+    text, places = "", list[tuple[int, int]]()
     for number, cell in cells:
         if not cell.lstrip().startswith("%%"):  # another language
-            places.append(NotebookCell(number, text.count("\n") + 2))
+            places.append((number, text.count("\n") + 2))
             plain = _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
             text += f"{_HEAD.format(number)}\n{plain}\n"
     return SourceText(text, "utf-8", tuple(places), notebook)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.lint.engine import hits_of, wanted_rules
-from ampdbg.lint.fixes import fixed
+from ampdbg.lint.engine import fixed, hits_of, wanted_rules
 from ampdbg.lint.rule import Rule
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
