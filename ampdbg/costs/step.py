@@ -1,4 +1,4 @@
-"""The cost of one pass of a step on any device: memory of its tensors, and FLOPs by dtype."""
+"""The cost of a step on any device: memory of its tensors and FLOPs by dtype, or by module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
+from ampdbg.errors import AmpdbgError
 from ampdbg.ops import CASTS, base_name
 from ampdbg.precision.half_kernels import FUSED_ATTENTION
-from ampdbg.probes.module_calls import run_eagerly
+from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
+from ampdbg.probes.op_trace import PlacedOps, RunningOp, placed
+from ampdbg.probes.tensors import HALVES, nbytes
+from ampdbg.record.pins import OWN, PinCost
 from ampdbg.replay.copies import duplicate
-from ampdbg.replay.run import NamedLosses, run_pass
+from ampdbg.replay.run import NamedLosses, Run, run_pass
+from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
 from ampdbg.workload.build import Workload
 
 _ON_CPU = zip(FUSED_ATTENTION.split(), FUSED_ATTENTION.replace("_for_cpu", "").split(), strict=True)
@@ -143,3 +148,61 @@ def _strided(tensor: Any) -> Iterator[torch.Tensor]:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout is torch.strided:
         yield tensor
+
+
+# By module
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """The FLOPs and the bytes of half activations of each module's own lines in the forward pass."""
+
+    flops: Mapping[str, int]
+    activation_bytes: Mapping[str, int]
+
+    def of(self, atoms: Iterable[str]) -> PinCost:
+        """Return the share of these atoms: leaf modules, and other modules' own lines (``NAME:own``)."""
+        chosen = {atom.removesuffix(OWN) for atom in atoms}
+        flops, size = (sum(each.get(name, 0) for name in chosen) for each in (self.flops, self.activation_bytes))
+        return PinCost(flops / (sum(self.flops.values()) or 1), size / (sum(self.activation_bytes.values()) or 1), size)
+
+
+def step_costs(run: Run, failing: FailingStep) -> StepCosts:
+    """Run the step's forward pass twice more, to measure half outputs and to count FLOPs."""
+    model, snapshot = run.workload.model, failing.snapshot
+    with rewound(model, snapshot), placed(model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
+        _run_forward(run, snapshot)
+    return StepCosts(_own_flops(run, snapshot), outputs.sizes)
+
+
+class _HalfOutputs(PlacedOps):
+    """Sums the bytes of half outputs of each module's ops."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.sizes: Counter[str] = Counter()
+
+    def after(self, op: RunningOp) -> None:
+        self.sizes[op.place.module] += sum(nbytes(one) for one in op.results if one.dtype in HALVES)
+
+
+def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
+    """Return FLOPs by the module whose own lines run, whichever module calls it; empty if an error is raised."""
+    model = run.workload.model
+    try:
+        with (
+            rewound(model, snapshot),
+            run_eagerly(),
+            module_paths(model) as paths,
+            FlopCount(lambda operand: paths.current[0]) as counter,
+        ):
+            _run_forward(run, snapshot)
+    except (AmpdbgError, AssertionError, RuntimeError):
+        return {}
+    return dict(counter.flops)
+
+
+def _run_forward(run: Run, snapshot: Snapshot) -> None:
+    for batch in snapshot.batches:
+        with run.mode.forward():
+            run.workload.losses(batch)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ampdbg.costs.modules import step_costs
+from ampdbg.costs.step import step_costs
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Experiment, on_further_batches
 from ampdbg.probes.makings import roots_of

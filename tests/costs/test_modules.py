@@ -3,8 +3,7 @@
 import pytest
 
 from ampdbg.config.schema import Config
-from ampdbg.costs.modules import step_costs
-from ampdbg.costs.step import FlopCount
+from ampdbg.costs.step import FlopCount, step_costs
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import FailingStep
 from tests.proof.overflowing import NET, failing_steps, written
