@@ -34,9 +34,8 @@ def say_source_findings(record: Record, files: Iterable[str | Path], *, is_quiet
 
 def _beside(record: Record, files: Sequence[str]) -> list[LintFinding]:
     """Return only misuse: an old spelling is not the cause of a failure."""
-    from ampdbg.lint.engine import lint_file
+    from ampdbg.lint.engine import LintedFile, lint_file
     from ampdbg.lint.settings import Settings
-    from ampdbg.lint.sources import SourcePath
     from ampdbg.record.codes import CODES, OLD
 
     known = {finding.code for finding in record.findings}
@@ -44,7 +43,7 @@ def _beside(record: Record, files: Sequence[str]) -> list[LintFinding]:
     return [
         finding
         for file in files
-        for finding in lint_file(SourcePath(file, file), Settings()).findings
+        for finding in lint_file(LintedFile(file), Settings()).findings
         if finding.severity != "info"
         and CODES[finding.code].family != OLD
         and finding.code not in known

@@ -1,29 +1,28 @@
-"""Lint files on every core: find the files, run the rules on each, and apply the fixes."""
+"""Lint files on every core: find the files, run the rules on each, and apply the fixes.
+
+A notebook is linted as the text of its cells.
+"""
 
 from __future__ import annotations
 
 import ast
+import fnmatch
+import io
+import json
 import os
 import re
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, reason_of
+from ampdbg.files import read_file
 from ampdbg.lint.facts import USES_HALF, Facts
 from ampdbg.lint.rule import Rule, RuleHit
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
-from ampdbg.lint.sources import (
-    NEVER,
-    SourcePath,
-    SourceText,
-    UnreadableSource,
-    content_of,
-    files_below,
-    read_bytes,
-    source_of,
-)
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Severity
 from ampdbg.source.document import Document
@@ -35,6 +34,19 @@ ENOUGH_FOR_PROCESSES = 64
 
 MOST_ROUNDS = 10
 """Fixes that overlap are applied in this many rounds at most, as one fix may allow another."""
+
+SUFFIXES = (".py", ".ipynb")
+NEVER = frozenset({"__pycache__", "node_modules", "build", "dist", "venv"})
+"""Folders without code of the user's own. Hidden folders and virtual environments are skipped too."""
+
+MARKS = frozenset({".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt"})
+"""The entries that mark a folder as the root of a project."""
+
+MOST_BYTES = {".py": 2_000_000, ".ipynb": 50_000_000}
+"""The largest size of a file to lint: programs write larger files, and notebooks contain pictures."""
+
+_MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
+"""A line of a notebook in IPython's own syntax, which Python cannot parse."""
 
 _IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
 
@@ -57,7 +69,9 @@ class LintFinding:
 
 @dataclass(frozen=True)
 class LintedFile:
-    """The result for one file; ``in_half_only`` are findings if the project trains in half.
+    """A file below the folder ``root`` of its project ("" if none), with its findings.
+
+    ``in_half_only`` are findings if the project trains in half.
 
     ``problem`` says why the file could not be linted or fixed. ``after`` is its content with the fixes, if they were
     requested and change the content.
@@ -89,7 +103,7 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
     Raises:
         AmpdbgError: one of the paths does not exist, or there is nothing to lint.
     """
-    below = list(files_below(paths, settings.exclude))
+    below = list(_files_below(paths, settings.exclude))
     if not below:
         excluded = f", and what pyproject.toml excludes ({', '.join(settings.exclude)})" if settings.exclude else ""
         raise AmpdbgError(
@@ -112,7 +126,7 @@ def fix(linted: Linted, settings: Settings) -> list[LintedFile]:
     return [fixed_file(path, settings, in_half=path in linted.in_half) for path in paths]
 
 
-def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[LintedFile]:
+def _each(found: Sequence[LintedFile], work: partial[LintedFile]) -> list[LintedFile]:
     """Lint the files in order, with several processes if that is quicker."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if len(found) < ENOUGH_FOR_PROCESSES or count < 2:
@@ -125,23 +139,22 @@ def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[Linted
         return list(pool.map(work, found, chunksize=16))
 
 
-def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
+def lint_file(found: LintedFile, settings: Settings) -> LintedFile:
     """Lint one file; any failure becomes its ``problem``."""
-    looked_at = partial(LintedFile, found.path, found.root)
     if found.problem:
-        return looked_at(problem=found.problem)
+        return found
     try:
-        content = read_bytes(found.path)
+        content = _read_bytes(found.path)
         rules, uses_half = wanted_rules(content, settings), USES_HALF.search(content) is not None
-        shown = list(_findings_of(found.path, source_of(found.path, content), rules, settings)) if rules else []
-    except (UnreadableSource, *UNPARSABLE) as error:
-        return looked_at(problem=_problem(error))
+        shown = list(_findings_of(found.path, _source_of(found.path, content), rules, settings)) if rules else []
+    except (AmpdbgError, *UNPARSABLE) as error:
+        return replace(found, problem=_problem(error))
     sure, only_in_half = (tuple(one for one, only in shown if only is wanted) for wanted in (False, True))
-    return looked_at(sure, only_in_half, uses_half)
+    return replace(found, findings=sure, in_half_only=only_in_half, uses_half=uses_half)
 
 
 def _problem(error: Exception) -> str:
-    if isinstance(error, UnreadableSource):
+    if isinstance(error, AmpdbgError):
         return str(error)
     if isinstance(error, SyntaxError) and error.lineno:
         return f"line {error.lineno} does not parse: {error.msg}"
@@ -182,7 +195,7 @@ def _is_ignored(document: Document, hit: RuleHit) -> bool:
 
 
 def _findings_of(
-    path: str, source: SourceText, rules: Sequence[Rule], settings: Settings
+    path: str, source: _SourceText, rules: Sequence[Rule], settings: Settings
 ) -> Iterator[tuple[LintFinding, bool]]:
     """Yield the findings of a text, each with True if it counts only in a project that trains in half.
 
@@ -213,16 +226,16 @@ def _findings_of(
 def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
     """Return a file with its fixes applied."""
     try:
-        content = read_bytes(path)
-        source = source_of(path, content)
+        content = _read_bytes(path)
+        source = _source_of(path, content)
         rules = wanted_rules(content, settings)
 
         def fixable(document: Document) -> list[RuleHit]:
             return [hit for hit in hits_of(document, rules, settings) if in_half or not hit.in_half_only]
 
         text = fixed(source.text, fixable)
-        after = content_of(source, text) if text != source.text else None
-    except (UnreadableSource, *UNPARSABLE) as error:
+        after = _content_of(source, text) if text != source.text else None
+    except (AmpdbgError, *UNPARSABLE) as error:
         return LintedFile(path, problem=_problem(error))
     return LintedFile(path, before=content, after=after)
 
@@ -275,3 +288,142 @@ def _overlap(one: Fix, other: Fix) -> bool:
         for edit in one.edits
         for its in other.edits
     )
+
+
+# The files and their text
+
+
+@dataclass(frozen=True)
+class _SourceText:
+    """The text of a file and its encoding; of a notebook also its JSON, and each code cell's number and first line."""
+
+    text: str
+    encoding: str = "utf-8"
+    cells: tuple[tuple[int, int], ...] = ()
+    notebook: str = ""
+
+    def cell_of(self, line: int) -> tuple[int, int]:
+        """Return the cell that has a line of the text, and the line's number within the cell; cell 0 for a file."""
+        number, first = next((cell for cell in reversed(self.cells) if cell[1] <= line), (0, 1))
+        return number, line - first + 1
+
+
+def _files_below(paths: Sequence[str], exclude: Sequence[str]) -> Iterator[LintedFile]:
+    """Yield the files at the given paths, each once, in the order of their names.
+
+    Raises:
+        AmpdbgError: one of the paths does not exist.
+    """
+    done: set[str] = set()
+    for given in paths:
+        if not os.path.lexists(given):
+            raise AmpdbgError(f"{given}: there is no such file or folder")
+        for found in _below(given, exclude):
+            real = os.path.realpath(found.path)
+            if real not in done or found.problem:
+                done.add(real)
+                yield found
+
+
+def _below(given: str, exclude: Sequence[str]) -> Iterator[LintedFile]:
+    """Yield a file itself, or the files below a folder, without linked folders."""
+    if not os.path.isdir(given):
+        yield LintedFile(given, _project_around(os.path.dirname(given) or "."))
+        return
+    unreadable: list[OSError] = []
+    for folder, folders, files in os.walk(given, onerror=unreadable.append):
+        root = _project_around(folder)
+        folders[:] = sorted(name for name in folders if not _is_excluded(folder, name, exclude))
+        kept = sorted(name for name in files if not _is_excluded(folder, name, exclude))
+        yield from (LintedFile(_shown(folder, name), root) for name in kept if name.endswith(SUFFIXES))
+    for error in unreadable:
+        yield LintedFile(error.filename, problem=f"cannot be read: {error.strerror}")
+
+
+def _project_around(folder: str) -> str:
+    """Return the folder of the project that a folder is in, even above the given folders. Without a mark return "": all
+    such files are one project."""
+    here = Path(os.path.abspath(folder))
+    around = (one for one in (here, *here.parents) if any(os.path.lexists(one / mark) for mark in MARKS))
+    return str(next(around, ""))
+
+
+def _shown(folder: str, name: str) -> str:
+    return os.path.join(folder, name).removeprefix("./")
+
+
+def _is_excluded(folder: str, name: str, exclude: Sequence[str]) -> bool:
+    path = _shown(folder, name)
+    by_pattern = any(fnmatch.fnmatch(what, pattern) for pattern in exclude for what in (path, name))
+    return by_pattern or name.startswith(".") or name in NEVER or os.path.exists(os.path.join(path, "pyvenv.cfg"))
+
+
+def _read_bytes(path: str) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        AmpdbgError: the file cannot be read, or is too large.
+    """
+    try:
+        return read_file(Path(path), MOST_BYTES.get(Path(path).suffix, MOST_BYTES[".py"]))
+    except OSError as error:
+        raise AmpdbgError(f"cannot be read: {reason_of(error)}") from None
+
+
+def _source_of(path: str, content: bytes) -> _SourceText:
+    """Return the text of a file, or of a notebook's cells.
+
+    Raises:
+        AmpdbgError: the file cannot be decoded, or is not a notebook.
+    """
+    if path.endswith(".ipynb"):
+        return _notebook(content)
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        return _SourceText(content.decode(encoding), encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise AmpdbgError(f"cannot be decoded: {str(error).partition(chr(10))[0]}") from None
+
+
+def _notebook(content: bytes) -> _SourceText:
+    """Return the code cells, each below a comment with its number, so that fixes can be written back."""
+    try:
+        notebook = content.decode("utf-8")
+        cells = [(number, "".join(cell["source"])) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
+                 if cell["cell_type"] == "code"]  # fmt: skip
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise AmpdbgError("is no notebook of version 4") from None
+    text, places = "", list[tuple[int, int]]()
+    for number, cell in cells:
+        if not cell.lstrip().startswith("%%"):  # another language
+            places.append((number, text.count("\n") + 2))
+            plain = _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
+            text += f"{_HEAD.format(number)}\n{plain}\n"
+    return _SourceText(text, "utf-8", tuple(places), notebook)
+
+
+_HEAD = "# ampdbg-cell {}"
+_HEADS = re.compile(r"^# ampdbg-cell (\d+)\n", re.MULTILINE)
+_STANDS_IN = "pass  # ampdbg-magic "
+_STOOD_IN = re.compile(rf"{_STANDS_IN}([0-9a-f]+)")
+"""The placeholder for a line in IPython's syntax, which it holds in hexadecimal."""
+
+
+def _content_of(source: _SourceText, text: str) -> bytes:
+    """Return the content of a file with another text.
+
+    Raises:
+        AmpdbgError: a notebook would not keep its format.
+    """
+    if not source.notebook:
+        return text.encode(source.encoding)
+    data = json.loads(source.notebook)
+    end = "\n" if source.notebook.endswith("\n") else ""
+    before, *parts = _HEADS.split(text)
+    if before or json.dumps(data, indent=1, ensure_ascii=False) + end != source.notebook:
+        raise AmpdbgError("cannot be fixed in its own format; open it in Jupyter, save it, and try again")
+    for number, cell in zip(parts[::2], parts[1::2], strict=True):
+        made = _STOOD_IN.sub(lambda line: bytes.fromhex(line[1]).decode(), cell.removesuffix("\n"))
+        old = data["cells"][int(number) - 1]["source"]
+        data["cells"][int(number) - 1]["source"] = made if isinstance(old, str) else made.splitlines(keepends=True)
+    return (json.dumps(data, indent=1, ensure_ascii=False) + end).encode()

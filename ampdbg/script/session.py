@@ -145,13 +145,12 @@ class Session:
         start = self._captures.start
         if not start.is_module and record.half_weights:
             # Imported here, because these imports take a tenth of a second and few scripts need them.
-            from ampdbg.lint.engine import lint_file
+            from ampdbg.lint.engine import LintedFile, lint_file
             from ampdbg.lint.rules.lost_upcast import CODE
             from ampdbg.lint.settings import Settings
-            from ampdbg.lint.sources import SourcePath
 
             path = os.path.join(start.folder, start.name)
-            for found in lint_file(SourcePath(path, ""), Settings(select=(CODE,))).findings:
+            for found in lint_file(LintedFile(path), Settings(select=(CODE,))).findings:
                 yield Misuse(found.code, 0, source=Source(start.name, found.line, "", found.text))
 
     def _step_ended(self, is_bad: bool) -> None:
