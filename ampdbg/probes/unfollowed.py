@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C import _dynamo as compiler
 
-from ampdbg.source.ownership import AMPDBG
+from ampdbg.source.ownership import AMPDBG, codes_within
 
 PACKAGE = "ampdbg"
 
@@ -74,7 +74,7 @@ def _code_in(owner: ModuleType | type) -> Iterator[CodeType]:
             yield from _code_in(value)
         for function in _functions_of(value):
             if function.__module__ == name and function.__code__.co_filename.startswith(_OURS):
-                yield from _with_inner(function.__code__)
+                yield from codes_within(function.__code__)
 
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
@@ -85,10 +85,3 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
     names = next((names for kind, names in HOLDERS.items() if isinstance(value, kind)), ())
     for behind in (*tabled, *(getattr(value, name, None) for name in names)):
         yield from _functions_of(behind)
-
-
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)

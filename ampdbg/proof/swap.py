@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ampdbg.patch.file_edits import counterpart
 from ampdbg.quantities import counted
+from ampdbg.source.ownership import codes_within
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 Changed = Mapping[int, str]
@@ -66,20 +67,14 @@ def _read(source: bytes, name: str, line_of: Callable[[int], int]) -> _Read:
         if hasattr(node, "lineno"):
             line, end = line_of(node.lineno), line_of(node.end_lineno or node.lineno)
             vars(node).update(lineno=line, end_lineno=max(line, end), col_offset=0, end_col_offset=0)
-    codes, bodies = dict(_codes(compile(tree, name, "exec", dont_inherit=True))), {}
+    every = codes_within(compile(tree, name, "exec", dont_inherit=True))
+    codes, bodies = {(one.co_name, one.co_firstlineno): one for one in every}, {}
     for node in reversed(nodes):  # inner functions before outer functions
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             bodies[node.name, first] = "".join(map(ast.dump, node.body))
             node.body = []
     return _Read(tree.body, bodies, codes)
-
-
-def _codes(code: CodeType) -> Iterator[tuple[CodePlace, CodeType]]:
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield (inner.co_name, inner.co_firstlineno), inner
-            yield from _codes(inner)
 
 
 @contextlib.contextmanager

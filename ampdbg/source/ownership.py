@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeVar
@@ -131,3 +131,11 @@ def is_library_class(kind: type) -> bool:
         return not is_users_file(inspect.getfile(kind))
     except (TypeError, OSError):
         return True
+
+
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and those of its inner functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_within(constant)
