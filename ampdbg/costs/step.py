@@ -164,7 +164,9 @@ class StepCosts:
         """Return the share of these atoms: leaf modules, and other modules' own lines (``NAME:own``)."""
         chosen = {atom.removesuffix(OWN) for atom in atoms}
         flops, size = (sum(each.get(name, 0) for name in chosen) for each in (self.flops, self.activation_bytes))
-        return PinCost(flops / (sum(self.flops.values()) or 1), size / (sum(self.activation_bytes.values()) or 1), size)
+        return PinCost(
+            flops / max(1, sum(self.flops.values())), size / max(1, sum(self.activation_bytes.values())), size
+        )
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
@@ -52,14 +52,11 @@ class FreshProcess:
     def begin(self, task: Task, *arguments: Any, outlives: bool = False) -> None:
         """Send the task. Unless it ``outlives`` this process, it is killed when this process ends."""
         (self.folder / "task").write_bytes(pickle.dumps((task, arguments, outlives, sys.argv)))
-        assert self.child.stdin is not None
-        self.child.stdin.write(f"{self.folder}\n")
-        self.child.stdin.flush()
+        print(self.folder, file=self.child.stdin, flush=True)
 
     def pass_on(self, observer: Observer) -> None:
         """Forward the process's events to the observer until it closes its output."""
-        assert self.child.stdout is not None
-        for line in self.child.stdout:
+        for line in cast(IO[str], self.child.stdout):
             name, arguments = pickle.loads(base64.b64decode(line))
             getattr(observer, name)(*arguments)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Replay
-from ampdbg.replay.comparison import Noise, compared_with_fp32, departure, producers_of, rounded_angles
+from ampdbg.replay.investigation import Noise, compared_with_fp32, departure, producers_of, rounded_angles
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep
@@ -76,9 +76,8 @@ class PinnedReplays:
             return self._made(producers_of(low, fp32, most))
         replay, floor = self._compared_with_fp32(low, pins, most)
         made = self._made(replay, floor)
-        angular = low.trace.angular if isinstance(low.trace, ProducerTrace) else ()
-        if angular and self.failing.made.rounded_angles:
-            made = replace(made, rounded_angles=rounded_angles(self._sampled(pins), self._references[0], angular))
+        if low.angular and self.failing.made.rounded_angles:
+            made = replace(made, rounded_angles=rounded_angles(self._sampled(pins), self._references[0], low.angular))
         if is_brief or floor is None or replay.producers or agrees(replay, fp32.replay, floor):
             return made
         return replace(made, **departure(self._sampled(pins), *self._references))
@@ -90,8 +89,7 @@ class PinnedReplays:
 
     def _reference(self, low: Replayed) -> Replayed:
         """Return the FP32 replay, with its trace only if ``low`` has producers to compare."""
-        has_producers = low.trace is not None and any(seen.produces for seen in low.trace.ops)
-        return self._in_fp32(ProducerTrace if has_producers else None)
+        return self._in_fp32(ProducerTrace if low.overflows else None)
 
     def _made(self, low: Replay, floor: Replay | None = None) -> Investigation:
         made = self.failing.made

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from ampdbg.precision.widening import LIFTS, Wider, altered, lifted, rounded, sp
 from ampdbg.probes.draws import same_random_numbers
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
-from ampdbg.probes.op_trace import OpTrace, placed
+from ampdbg.probes.op_trace import OpKey, OpTrace, placed
+from ampdbg.probes.producer_trace import ProducerTrace, Sampled, SampleTrace
 from ampdbg.probes.seams import replaced
 from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.step_hooks import step_of_class
@@ -89,6 +90,21 @@ class Replayed:
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     idle: frozenset[str] = frozenset()
+
+    @property
+    def overflows(self) -> bool:
+        """True if an op in the trace makes inf or NaN of finite values."""
+        return self.trace is not None and any(seen.produces for seen in self.trace.ops)
+
+    @property
+    def angular(self) -> Collection[OpKey]:
+        """The sines and cosines in the trace whose angles may be rounded."""
+        return self.trace.angular if isinstance(self.trace, ProducerTrace) else ()
+
+    @property
+    def sampled(self) -> Sequence[Sampled]:
+        """The samples of every op; none if the code raised, or if there is another trace."""
+        return self.trace.sampled if isinstance(self.trace, SampleTrace) else ()
 
 
 def replay_step(

@@ -1,31 +1,42 @@
-"""The watched training loop, in the reference order: autocast, scale, backward, unscale_, clip, step, update."""
+"""The watched training loop, in the reference order: autocast, scale, backward, unscale_, clip, step, update.
+
+Its failing steps are replayed while it waits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ampdbg.agreement import is_same_run
 from ampdbg.config.schema import Config
+from ampdbg.diagnosis.cause import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import skips_overflows
 from ampdbg.probes.module_calls import compiled_notes, module_paths
-from ampdbg.probes.tensors import float_values, nonfinite_in_batch, to_host
+from ampdbg.probes.tensors import are_weights_spoilt, float_values, nonfinite, nonfinite_in_batch, to_host
 from ampdbg.probes.torch_errors import autocast_error, explained
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record.run import AutocastError, Record, Unseen
-from ampdbg.replay.investigation import Investigator, OnInvestigated
+from ampdbg.quantities import number
+from ampdbg.record.run import AutocastError, Investigation, Record, Step, Unseen
+from ampdbg.replay.investigation import Why, investigate, is_blamed
 from ampdbg.replay.range_profile import RangeProfile, profile_of
 from ampdbg.replay.run import Run, prepared, run_pass
-from ampdbg.replay.snapshot import Snapshot, take_snapshot
+from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 from ampdbg.replay.state import notes_on
+
+OnInvestigated = Callable[[Snapshot, float, Investigation], None]
+"""Called with a replayed step, its loss scale and its investigation, while the model still has the step's weights."""
 
 
 def train(
@@ -76,7 +87,7 @@ def train_prepared(
         with _kept_if_interrupted(watcher, ending):
             if ending.autocast_error is not None:
                 investigator.raised(is_told=True)
-            elif ending.failure is not None and ending.may_be_of_half and investigator.raised(is_told=False):
+            elif ending.may_be_of_half and investigator.raised(is_told=False):
                 ending.error, ending.failure = str(ending.failure), None
                 watcher.log.end_without_backward(math.nan)
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
@@ -164,9 +175,9 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Uns
     """Train the steps. After each one, yield the modules and parameters that the first step did not use."""
     scaler = run.scaler()
     unseen = Unseen()
-    for number, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
+    for step, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
         snapshot = investigator.snapshot(batches)
-        with module_paths(run.workload.model) if number == 0 else nullcontext() as paths:
+        with module_paths(run.workload.model) if step == 0 else nullcontext() as paths:
             losses = accumulate_gradients(run, watcher, scaler, batches)
             unseen = paths.unseen() if paths else unseen
         gradients = [] if skips_overflows(scaler) else [_largest_gradient(run)]
@@ -240,3 +251,131 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
         take_step(run, scaler)
         watcher.check()
     return take_snapshot(run.workload.model, last, next(every), run.workload.step.of)
+
+
+# Which steps are replayed
+
+
+class Investigator:
+    """Replays steps of one run, at most ``limit`` for each reason."""
+
+    def __init__(
+        self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated | None
+    ) -> None:
+        self.found: list[Investigation] = []
+        self._run = run
+        self._watcher = watcher
+        self._limit = limit
+        self._observer = observer
+        self._on_investigated = on_investigated
+        self._is_low = run.mode.dtype is not torch.float32
+        self._first = ModelState.now(run.workload.model)
+        self._tried: Counter[Why] = Counter()
+        self._skips_in_a_row = 0
+        self._lowest_that_worked = math.inf
+        self._latest: Snapshot | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A note on each step that looks healthy but has another loss in its replay: it was not compared with FP32."""
+        others = [made for made in self.found if made.why == "end" and math.isfinite(made.low.loss)]
+        return tuple(
+            f"step {made.step} was not compared with FP32: its replay has a loss of {number(made.low.loss)} "
+            f"instead of {number(made.loss)}, as where a step draws its own random numbers"
+            for made in others
+            if not is_same_run(made)
+        )
+
+    def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
+        """Return the step that is about to run, with copies of its batches if it may be replayed."""
+        kept = batches if self._limit else ()
+        workload = self._run.workload
+        self._latest = take_snapshot(workload.model, self._watcher.log.closed(), kept, workload.step.of)
+        return self._latest
+
+    def before_update(self, snapshot: Snapshot, loss_is_finite: bool, gradients_are_finite: bool, scale: float) -> None:
+        """Investigate, if necessary, between the backward pass and the optimizer: the last moment with these weights.
+
+        A scaler's gradients may count as finite here, because a step that it withholds keeps its weights.
+        """
+        is_last = snapshot.step + 1 == self._run.config.train.steps
+        if not loss_is_finite:
+            self._investigate(snapshot, "loss", scale)
+        elif not gradients_are_finite:
+            self._investigate(snapshot, "gradients", scale)
+        elif (
+            is_last
+            and self._is_low
+            and (self._skips_in_a_row == 0 or not self._withholds())
+            and not any(made.why == "loss" for made in self.found)
+        ):
+            self._investigate(snapshot, "end", scale)
+
+    def _withholds(self) -> bool:
+        """True if the scaler will withhold the step. This is checked only after a withheld step."""
+        parameters = self._run.workload.model.named_parameters()
+        return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
+
+    def raised(self, *, is_told: bool) -> bool:
+        """Replay the latest step after the user's code raised an error in it.
+
+        Args:
+            is_told: the error already shows that autocast is its cause, so no replay is needed to show it.
+
+        Returns:
+            True if replays show that half precision causes it: FP32 is finite. ``found`` then has the investigation.
+        """
+        if self._latest is None or not self._limit or not self._is_low or (is_told and self._on_investigated is None):
+            return False
+        if torch.is_inference_mode_enabled():  # the user's code left this mode on: no backward pass can run
+            return False
+        steps = self._watcher.steps
+        scale = steps[-1].scale if steps else self._run.scaler().get_scale()
+        with self._watcher.paused():
+            made = self._replayed(self._latest, "loss", scale, steps)
+            is_shown = is_blamed(made)
+            if self._on_investigated is not None and (is_told or is_shown):
+                self._on_investigated(self._latest, scale, made)
+        if is_shown and not is_told:
+            self.found.append(made)
+        return is_shown
+
+    def after_update(self, snapshot: Snapshot, step: Step) -> None:
+        """Investigate, if necessary, after the update: a step that the scaler withheld still has its weights."""
+        if not step.skipped:
+            self._skips_in_a_row = 0
+            self._lowest_that_worked = min(self._lowest_that_worked, step.scale)
+        else:
+            self._skips_in_a_row += 1
+            # A skip right after growth is normal. A skip at a scale that has worked is investigated.
+            is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
+            # NaN alone may not depend on the scale. Then the scale at which the scaler settles explains nothing.
+            is_new_low |= step.step == 0 and is_nan_alone(step.groups)
+            # If no step was ever taken, the last step shows if a lower scale would do.
+            is_last = step.step + 1 == self._run.config.train.steps and self._lowest_that_worked == math.inf
+            if math.isfinite(step.loss) and (is_new_low or is_last or self._skips_in_a_row == SKIPS_IN_A_ROW):
+                self._investigate(snapshot, "gradients", step.scale)
+        if self.found and self.found[-1].step == step.step:
+            self.found[-1] = replace(self.found[-1], loss=step.loss)
+
+    def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
+        # Weights that are not finite are the fault themselves, and no replay shows more.
+        if self._tried[why] >= self._limit or are_weights_spoilt(self._run.workload.model):
+            return
+        # If an earlier step put inf or NaN into the state, replays from the first state show how that happens.
+        is_spoilt = snapshot.state.held.bad > self._first.held.bad
+        begun = replace(snapshot, state=self._first) if is_spoilt else snapshot
+        self._tried[why] += 1
+        steps = tuple(step for step in self._watcher.steps if step.step < snapshot.step)
+        with self._watcher.paused():
+            made = self._replayed(begun, why, scale, steps)
+            if made.reproduced == 0 and is_spoilt and self.found:
+                return  # values left by the first step found caused this failure
+            if self._on_investigated is not None:
+                self._on_investigated(begun, scale, made)
+        self.found.append(made)
+
+    def _replayed(self, snapshot: Snapshot, why: Why, scale: float, before: Sequence[Step]) -> Investigation:
+        made = investigate(self._run, snapshot, why, scale, before=before, observer=self._observer)
+        self._watcher.left_by_replays |= snapshot.left
+        return replace(made, weights_grew=self._watcher.optimizers.weights_grew)
