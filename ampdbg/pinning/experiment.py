@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +16,9 @@ from ampdbg.quantities import listed, number
 from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import MOST_SUSPECTS, PinnedReplays, ScaleRange
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, name_of_line
-from ampdbg.replay.snapshot import FailingStep, later_steps, weights_of
+from ampdbg.replay.snapshot import FailingStep, weights_of
 from ampdbg.search.strategies import AtomTree
 
 FURTHER_BATCHES = 3
@@ -113,7 +115,13 @@ def _sites(suspect: Suspect) -> Iterator[PinSite]:
 def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
     """Yield the step on the batches after its own, if FP32 is finite on them."""
     made = replace(failing.made, floor=None)  # the floor belongs to the step's own batch
-    for snapshot in later_steps(run, failing, FURTHER_BATCHES):
+    micro = len(failing.snapshot.batches)
+    batches = itertools.islice(run.workload.batches(), (failing.snapshot.step + 1) * micro, None)
+    for _ in range(FURTHER_BATCHES):
+        taken = tuple(itertools.islice(batches, micro))
+        if len(taken) < micro:  # a script's step has only its own batches
+            return
+        snapshot = replace(failing.snapshot, batches=taken, random_state=RandomState.now())
         case = PinnedReplays(run, replace(failing, snapshot=snapshot, made=made), scales)
         if is_finite(case.fp32_in_brief.replay):
             yield case

@@ -122,7 +122,7 @@ class Measures:
 
     def unscaled(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Measure an optimizer's gradients after a scaler, enabled or not, has unscaled them."""
-        may_change = not self._loop.is_inside("step")
+        may_change = not self._loop.is_inside_a_scaler_step
         if scaler.is_enabled() and not self._wants_norm:
             self._trust(scaler, optimizer, may_change=may_change)
         self.take(optimizer, 1.0, may_change=may_change)

@@ -260,6 +260,7 @@ class Loop(threading.local):
         for step in (self.now, *self.open.values()):
             step.gradients = {key: known for key, known in step.gradients.items() if not known.is_early}
 
-    def is_inside(self, name: str) -> bool:
-        """True if a call of this seam is under way."""
-        return any(seam == name for seam, _ in self.inside)
+    @property
+    def is_inside_a_scaler_step(self) -> bool:
+        """True if a call of ``GradScaler.step`` is under way."""
+        return any(seam == "step" for seam, _ in self.inside)

@@ -267,7 +267,7 @@ class Watch:
     def _unscale(self, original: Original, scaler: GradScaler, optimizer: Optimizer) -> Any:
         result = self._calling("unscale", original, scaler, optimizer)
         self._measures.unscaled(scaler, optimizer)
-        if scaler.is_enabled() and not self._loop.is_inside("step"):
+        if scaler.is_enabled() and not self._loop.is_inside_a_scaler_step:
             self.calls.unscaled(optimizer, scaler)
         return result
 
@@ -310,7 +310,7 @@ class Watch:
         return result
 
     def _get_scale(self, original: Original, scaler: GradScaler) -> Any:
-        if not self._loop.is_inside("step"):
+        if not self._loop.is_inside_a_scaler_step:
             self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
@@ -319,7 +319,7 @@ class Watch:
         try:
             return original(scaler, *args, **kwargs)
         except Exception as error:
-            if kind == "step" or not self._loop.is_inside("step"):
+            if kind == "step" or not self._loop.is_inside_a_scaler_step:
                 self.calls.refused(kind, None if kind == "update" else args[0], scaler, error)
             raise
 
@@ -419,7 +419,7 @@ class Watch:
             self.learn()  # the loop's first backward pass runs in the closure, inside this step
         if optimizer not in self.optimizers:
             return
-        if not self._loop.is_inside("step"):
+        if not self._loop.is_inside_a_scaler_step:
             self._before_bare_step(optimizer, has_closure)
         elif self._measures.steps_despite_nonfinite_loss(optimizer):
             # A non-finite loss may have finite gradients, as the mean over no target has. No scaler withholds its step.
@@ -465,7 +465,7 @@ class Watch:
             return
         self.contract.after(optimizer)
         step = self._loop.now
-        if self._loop.is_inside("step") or id(optimizer) not in step.bare_step_facts:
+        if self._loop.is_inside_a_scaler_step or id(optimizer) not in step.bare_step_facts:
             return
         self.calls.by_optimizer("bare step", optimizer, **step.bare_step_facts[id(optimizer)])
         step.stepped, step.running = True, 0

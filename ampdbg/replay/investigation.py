@@ -6,7 +6,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -118,9 +118,7 @@ def investigate(
     replays = _Replays(run, snapshot, scale, observer)
     with seldom_collected():
         made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
-    largest: dict[str, tuple[float, tuple[int, ...]]] = {}
-    for name, value in _largest_in(snapshot):  # several micro-batches have leaves of the same name
-        largest[name] = max(largest.get(name, value), value)
+    largest = _largest_in(snapshot)
     return replace(
         made,
         batch_largest={name: value for name, (value, _) in largest.items()},
@@ -292,18 +290,21 @@ def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     return all(torch.allclose(one[name], other[name], rtol=0.0, atol=0.0, equal_nan=True) for name in one)
 
 
-def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:
-    """Yield the largest finite magnitude of each numeric leaf of the batches, and its index.
+def _largest_in(snapshot: Snapshot) -> dict[str, tuple[float, tuple[int, ...]]]:
+    """Return the largest finite magnitude of each numeric leaf of the batches, and its index.
 
     The magnitude is that in float32, to which a model casts any dtype of the batch. An additive mask is not data: its
     numbers need a change, not a normalization.
     """
-    for name, leaf in snapshot.data:
+    largest: dict[str, tuple[float, tuple[int, ...]]] = {}
+    for name, leaf in snapshot.data:  # several micro-batches have leaves of the same name
         values = _numbers_of(distinct(leaf))
         if values is not None and values.numel() and not _is_mask(values):
             finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
             at = torch.unravel_index(finite.argmax(), finite.shape)
-            yield name, (float(finite.max()), tuple(int(index) for index in at))
+            value = float(finite.max()), tuple(map(int, at))
+            largest[name] = max(largest.get(name, value), value)
+    return largest
 
 
 def _is_mask(values: torch.Tensor) -> bool:
@@ -394,7 +395,9 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     harmless = {
         index for index in trace.harmless if largest_by_op.get(trace.ops[index].key, NEVER_FINITE)[0] > FLOAT16.largest
     }
-    meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, largest_by_op)}
+    # The code writes these infinities as constants, in FP32 too.
+    constants = ((index, seen) for index, seen in enumerate(trace.ops) if base_name(seen.op) in CODE_CONSTANTS)
+    meant = {index for index, seen in constants if not largest_by_op.get(seen.key, NEVER_FINITE)[1]}
     reaching = _reaching_gradients(trace, largest_by_op) - meant if math.isfinite(replayed.replay.loss) else set()
     producing = {index for index, seen in enumerate(trace.ops) if seen.produces}
     starts = sorted((producing - harmless - meant) | reaching)
@@ -437,11 +440,6 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
     return {
         index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, ALWAYS_FINITE)[1]
     }
-
-
-def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
-    """True if the code writes an infinity as a constant, in FP32 too."""
-    return base_name(seen.op) in CODE_CONSTANTS and not met.get(seen.key, NEVER_FINITE)[1]
 
 
 def _compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:

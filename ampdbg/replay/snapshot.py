@@ -8,7 +8,6 @@ batches are copied, because a step may write into them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,6 @@ from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.packing import NotAtHandError, Packing, Tensors, Unpacking
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.run import Run
 from ampdbg.replay.state import SavedContents, restored, saved_before_step, surroundings_restored, written
 from ampdbg.workload.batches import tensor_leaves
 
@@ -174,14 +172,3 @@ def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
             for weight, before in zip(model.parameters(), failing.snapshot.weights, strict=True):
                 weight.copy_(before)
         yield
-
-
-def later_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:
-    """Yield the failing step ``count`` times, each time with the next batches of the data."""
-    micro = len(failing.snapshot.batches)
-    batches = itertools.islice(run.workload.batches(), (failing.snapshot.step + 1) * micro, None)
-    for _ in range(count):
-        taken = tuple(itertools.islice(batches, micro))
-        if len(taken) < micro:  # a script's step has only its own batches
-            return
-        yield replace(failing.snapshot, batches=taken, random_state=RandomState.now())
