@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import AtomTree, Result, Trials, atom_tree, delta_debug, guided_search
+from ampdbg.search import AtomTree, Result, Trials, atom_tree, delta_debug, guided_search
 
 BLOCK = ("", ".norm1", ".attn", ".attn.qkv", ".attn.out", ".norm2", ".mlp", ".mlp.up", ".mlp.act", ".mlp.down")
 """The modules of a transformer's block."""

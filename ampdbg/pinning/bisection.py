@@ -35,7 +35,7 @@ from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
-from ampdbg.search.strategies import OutOfTrials, Result, atom_tree, best_so_far, delta_debug, guided_search
+from ampdbg.search import OutOfTrials, Result, atom_tree, best_so_far, delta_debug, guided_search
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2

@@ -19,7 +19,7 @@ from ampdbg.replay.pinned_replays import MOST_SUSPECTS, PinnedReplays, ScaleRang
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, name_of_line
 from ampdbg.replay.snapshot import FailingStep, weights_of
-from ampdbg.search.strategies import AtomTree
+from ampdbg.search import AtomTree
 
 FURTHER_BATCHES = 3
 """The number of further batches on which a set, and then its patch, is tried."""

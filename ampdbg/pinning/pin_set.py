@@ -23,7 +23,7 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, Search, Trial, is_line
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, name_of_line
-from ampdbg.search.strategies import OutOfTrials, Result, Trials, max_single_drops, trial_of
+from ampdbg.search import OutOfTrials, Result, Trials, max_single_drops, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"

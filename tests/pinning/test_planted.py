@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ampdbg import search
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError
@@ -18,7 +19,6 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
-from ampdbg.search import strategies
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, assert_found, names, spiked
@@ -112,7 +112,7 @@ def test_a_gradient_cast_back_to_half_is_blamed_on_the_layer_of_its_tensor(tmp_p
 def test_many_silent_overflows_are_searched_without_a_trial_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "MOST_ATOM_RUNS", 100)  # as if each trial took minutes
+    monkeypatch.setattr(search, "MOST_ATOM_RUNS", 100)  # as if each trial took minutes
     record = bisected(tmp_path, "Saturated", {"count": 40})
     assert record.findings[0].code == "silent-overflow"
     assert record.search is not None

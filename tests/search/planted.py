@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import AtomTree, Trials, atom_tree
+from ampdbg.search import AtomTree, Trials, atom_tree
 
 SMALL = ("", "embed", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp.fc", "blocks.1", "head")
 """A model whose container ``blocks`` never runs; its second block is a leaf."""

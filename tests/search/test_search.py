@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.strategies import (
+from ampdbg.search import (
     MOST_GROUPS,
     Atoms,
     AtomTree,

@@ -1,7 +1,7 @@
 """Search for a minimal set of pins: the tree of atoms, trials that run once each, and two strategies.
 
-An atom is the smallest unit to pin: a leaf module, a parent's own lines, or a line of a script. A set of pins is
-healthy if the training step succeeds with these pins.
+It knows only names, neither torch nor modules. An atom is the smallest unit to pin: a leaf module, a parent's own
+lines, or a line of a script. A set of pins is healthy if the training step succeeds with these pins.
 """
 
 from __future__ import annotations
