@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -146,6 +146,13 @@ def leaves_of_small_graph(tensor: torch.Tensor) -> set[int] | None:
     return {id(node.variable) for node in nodes if node.name().endswith("AccumulateGrad")}
 
 
+def leaves_beside(results: Iterable[torch.Tensor], given: Iterable[tuple[str, torch.Tensor]]) -> set[int]:
+    """Return the ``id`` of each leaf in the graphs of the results that no ``given`` tensor is, or leads to."""
+    taken = [tensor for _, tensor in given]
+    nodes = islice(_nodes(results, {tensor.grad_fn for tensor in taken}), FAR)
+    return {id(node.variable) for node in nodes if node.name().endswith("AccumulateGrad")} - set(map(id, taken))
+
+
 def is_one(gradient: torch.Tensor | None) -> bool:
     """True if the initial gradient of a pass is one, which is also torch's default for None."""
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
@@ -191,10 +198,10 @@ def _factor(node: Any) -> float:
         return max((abs(float(value.detach())) for value in scalars), default=0.0)
 
 
-def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the graph's nodes, those nearest to the roots first."""
-    waiting = deque(node for node in map(_node_of, roots) if node is not None)
-    seen = set(waiting)
+def _nodes(roots: Iterable[Any], but: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield the graph's nodes, those nearest to the roots first, without the nodes ``but`` and what only they reach."""
+    waiting = deque(node for node in map(_node_of, roots) if node is not None and node not in but)
+    seen = {*waiting, *but}
     while waiting:
         node = waiting.popleft()
         yield node

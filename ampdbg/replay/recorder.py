@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import count, islice, takewhile
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_of_small_graph
+from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_beside, leaves_of_small_graph
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_in_backward, is_tracing, replaced
@@ -140,7 +141,7 @@ class _Thread:
         self.has_stepped, self.is_stepping = True, False
         self.runs_closure: Optimizer | None = None
         """The optimizer that runs a closure in its step now; the closure computes the gradients."""
-        self.inside = self.wrappers = 0
+        self.inside = self.wrappers = self.compiled = 0
         self.is_on = False
         self.prune_at, self.pruned_to, self.whole_at = PRUNED_FROM, -1, -1
         """When to prune, the last call that pruning examined, and the call from which it examines all calls again."""
@@ -204,7 +205,6 @@ class Recorder(TorchFunctionMode):
         self._doubtful: tuple[int, Callable[[], None]] | None = None
         self._copied: set[tuple[Line | None, str]] = set()
         self._scaling: set[int] = set()
-        self._compiles = ""
         self.entered_dtypes: set[torch.dtype] = set()
         """The dtypes of the autocast regions that were entered, those inside modules too."""
         self._entered: list[Recorder] = []
@@ -221,11 +221,11 @@ class Recorder(TorchFunctionMode):
         stack.callback(self._off)
         stack.callback(entered.clear)
         stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
+        stack.enter_context(replaced(torch, "compile", lambda original: _compiling(original, entered)))
         stack.enter_context(_applications_replaced(entered))
         for owner, name, do in (
             (torch.Tensor, "backward", Recorder._leave_before_backward),
             (torch.autograd, "backward", Recorder._leave_before_backward),
-            (torch, "compile", Recorder._compile),
             (torch.amp.autocast_mode.autocast, "__enter__", Recorder._on_autocast_entered),
         ):
             stack.enter_context(replaced(owner, name, functools.partial(_first, do, entered)))
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
 
     def _on(self) -> None:
         """Push the mode as the lowest of all, so that the script pops its own modes and not this one."""
-        if self._now.is_on or self._compiles:
+        if self._now.is_on or self._now.compiled:
             return
         self._off()
         above = [_pop_mode() for _ in range(_len_torch_function_stack())]
@@ -329,21 +329,49 @@ class Recorder(TorchFunctionMode):
         is_noted = now.is_on and not now.inside and not function.__module__.startswith("torch.")
         if not is_noted or not self._guard.run_hook(self._is_recorded, function, args, kwargs):
             return apply(*args, **kwargs)
-        return self._run(OwnFunction(function), apply, args, kwargs)
+        return self._run(OwnFunction(function, apply), apply, args, kwargs)
+
+    def run_compiled(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a compiled function, and record it like a torch function. Meanwhile the mode is off, because
+        ``torch.compile`` would trace it too. A function that runs a backward pass is not a single call."""
+        now, begun = self._now, list[_Begun]()
+        was_on = now.is_on
+        is_noted = was_on and not now.inside and self._guard.run_hook(self._is_recorded, compiled, args, kwargs)
+        self._off()
+        if is_noted:
+            self._guard.run_hook(self._begins, begun, OwnFunction(compiled, compiled), args, kwargs)
+        now.compiled, now.inside = now.compiled + 1, now.inside + len(begun)
+        try:
+            result = compiled(*args, **kwargs)
+        finally:
+            now.compiled, now.inside = now.compiled - 1, now.inside - len(begun)
+            if was_on:
+                self._guard.run_hook(self._on)
+        for one in begun:
+            self._guard.run_hook(self._compiled_returns, one, args, kwargs, result)
+        return result
+
+    def _compiled_returns(self, begun: _Begun, args: Any, kwargs: Any, result: Any) -> None:
+        number, noted, _ = begun
+        results = (tensor for _, tensor in made_in(result))
+        if next(self._now.numbers) != number + 1 or leaves_beside(results, tensor_leaves((args, kwargs))):
+            noted.why_not = f"the compiled function {noted.name} also runs a model or a backward pass"
+        self._returns(begun, args, kwargs, result)
 
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run and record a function or a module call, but not the calls inside it."""
-        now, begun = self._now, list[_Begun]()
-        if len(now.calls) - now.earlier < MOST_CALLS:
-            self._guard.run_hook(self._begins, begun, function, args, kwargs)
+        begun = list[_Begun]()
+        self._guard.run_hook(self._begins, begun, function, args, kwargs)
         with self.looking():
             result = self._alone(run, *args, **kwargs)
-        if begun:
-            self._guard.run_hook(self._returns, begun[0], args, kwargs, result)
+        for one in begun:
+            self._guard.run_hook(self._returns, one, args, kwargs, result)
         return result
 
     def _begins(self, begun: list[_Begun], function: Callable[..., Any], args: Any, kw: Any) -> None:
         now, module = self._now, function if isinstance(function, torch.nn.Module) else None
+        if len(now.calls) - now.earlier >= MOST_CALLS:
+            return
         name = "" if module is not None else getattr(function, "__name__", "")
         number, line = next(now.numbers), innermost_line()
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
@@ -452,12 +480,6 @@ class Recorder(TorchFunctionMode):
         finally:
             self._now.inside -= 1
 
-    def _compile(self, *given: Any) -> None:
-        """Stop recording functions once the script compiles one, because torch.compile would trace the mode too."""
-        self.looking = nullcontext
-        if not any(isinstance(one, torch.nn.Module) for one in given):
-            self._compiles = "the script calls torch.compile, perhaps for the code of its loss"
-
     # Backward passes and optimizer steps.
 
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -465,7 +487,8 @@ class Recorder(TorchFunctionMode):
         now = self._now
         if seam == "export":
             self._off()
-        if now.inside or self._guard.failure or self._is_paused() or seam not in ("scale", "engine", "step"):
+        is_inside = now.inside > now.compiled  # a compiled function may hold a part of the loop
+        if is_inside or self._guard.failure or self._is_paused() or seam not in ("scale", "engine", "step"):
             return original(*args, **kwargs)
         if seam == "engine":
             return self._run_backward(original, *args, **kwargs)
@@ -490,6 +513,7 @@ class Recorder(TorchFunctionMode):
 
     def _scaled(self, outputs: Any, results: Any) -> None:
         """Record the scaler's outputs as the unscaled losses, because a replay has a different loss scale."""
+        next(self._now.numbers)  # as for a pass
         for (_, loss), (_, scaled) in zip(tensor_leaves(outputs), tensor_leaves(results), strict=False):
             made = self._maker(loss)
             self._now.scaled[id(scaled)] = weakref.ref(scaled)
@@ -513,6 +537,7 @@ class Recorder(TorchFunctionMode):
 
     def _add_losses(self, roots: Sequence[Any], starts: Sequence[Any]) -> None:
         now = self._now
+        next(now.numbers)  # numbered like a call, so that a compiled function that runs it is not a single call
         if self._doubtful is not None:
             makers = (self._maker(root) for root in roots if isinstance(root, torch.Tensor))
             self.give_up_loss(but=_dependencies_of(now.calls, (made.call for made in makers if made is not None)))
@@ -787,8 +812,7 @@ class Recorder(TorchFunctionMode):
         if not losses:
             raise NotReplayableError("no loss went backward in it")
         if any(made is None for made, _ in losses):
-            why = TOO_LARGE if self._now.has_dropped else NOT_ALL_SEEN
-            raise NotReplayableError(self._compiles or why)
+            raise NotReplayableError(TOO_LARGE if self._now.has_dropped else NOT_ALL_SEEN)
         calls = _Calls(self, optimizers)
         ends = [calls.end(made, start) for made, start in losses if made is not None]
         if not calls.at_scale(scale).isdisjoint(made.call for made in ends):
@@ -1094,6 +1118,28 @@ def _noting(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callab
         return entered[0].run_call(original, module, args, kwargs)
 
     return call
+
+
+def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Callable[..., Any]:
+    """Return a replacement for ``torch.compile``, whose compiled functions are recorded where they are called."""
+    is_compiled = torch.compiler.is_dynamo_compiling
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        if entered:
+            entered[0].looking = nullcontext
+        compiled = original(*args, **kwargs)
+        if not (isinstance(compiled, FunctionType) and hasattr(compiled, "_torchdynamo_orig_callable")):
+            return compiled  # a module, whose calls are recorded, or a decorator, which calls this function again
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiled() or not entered:
+                return compiled(*args, **kwargs)
+            return entered[0].run_compiled(compiled, args, kwargs)
+
+        return call
+
+    return compiling
 
 
 @contextlib.contextmanager

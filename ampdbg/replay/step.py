@@ -185,14 +185,14 @@ class PassEnd:
 
 
 class OwnFunction:
-    """Calls an ``autograd.Function`` of the script, under its name."""
+    """Calls code of the script under its name: an ``autograd.Function``, or what ``torch.compile`` made."""
 
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self._function = function
-        functools.update_wrapper(self, function, updated=())
+    def __init__(self, named: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self._run = run
+        functools.update_wrapper(self, named, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function.apply(*args, **kwargs)
+        return self._run(*args, **kwargs)
 
 
 def weighted(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
-from tests.script.test_run import captured, first_finding, run_with_page
+from tests.script.test_run import alone, captured, first_finding, run, run_with_page
 from tests.siblings import slow_except
 
 TAIL = scripts.loop("""
@@ -56,6 +56,50 @@ def test_an_overflow_in_a_line_of_the_script_is_named_and_replayed(tmp_path: Pat
     assert first_finding(read_record(tmp_path / "again.json")) == ("forward-overflow", 6, "", OF_SCRIPT), (
         replayed.stderr
     )
+
+
+COMPILED = scripts.loop("""
+bad, way = int(sys.argv[1]), sys.argv[2]
+unused = torch.compile(F.relu, backend="eager")  # as libraries do when they are imported
+net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+optimizer = torch.optim.SGD(net.parameters(), 1e-9)
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+@torch.compile(backend="aot_eager")
+def contrast(z, target):
+    sim = z @ z.t()
+    loss = F.cross_entropy(sim.float() / 1e3, target)
+    return scaler.scale(loss) if way == "scales" else loss
+
+for step in range(12):
+    x = torch.randn(4, 8) * (3000 if step == bad else 1)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = contrast(net(x), torch.arange(4))
+    optimizer.zero_grad()
+    (loss if way == "scales" else scaler.scale(loss)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print([value.tolist() for value in net.state_dict().values()])
+""")
+
+
+@pytest.mark.parametrize("way", slow_except(["scales"], ["", "scales"]))
+def test_a_compiled_loss_is_replayed_unless_it_scales_itself(tmp_path: Path, way: str) -> None:
+    record, page, _ = run_with_page(tmp_path, COMPILED, "6", way, options=())
+    if way == "scales":
+        assert first_finding(record)[:2] == ("unknown", 6)
+        assert "the compiled function contrast also runs" in page
+    else:
+        assert first_finding(record) == ("forward-overflow", 6, "", OF_SCRIPT)
+        assert record.investigations[0].reach == "whole"
+
+
+@pytest.mark.parametrize("way", slow_except(["scales"], ["", "scales"]))
+def test_a_healthy_run_with_a_compiled_loss_is_compared_with_fp32_and_unchanged(tmp_path: Path, way: str) -> None:
+    result, record = run(tmp_path, COMPILED, "-1", way, options=())
+    assert (record.verdict, record.findings, record.steps_run) == ("healthy", (), 12)
+    assert bool(record.investigations) == (way == "")
+    assert result.stdout == alone(tmp_path, "train.py", "-1", way)
 
 
 BALANCED = scripts.loop("""
