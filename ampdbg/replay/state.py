@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy
 import numpy.random
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree
 
 from ampdbg.probes.tensors import distinct, is_emptied, may_be_bad, nbytes
@@ -285,18 +287,24 @@ def _is_large(value: Any, largest: int) -> bool:
 
 
 class TensorContents(NamedTuple):
-    """The state of a leaf: a copy of its distinct values, its memory, and its gradient."""
+    """The state of a leaf: a copy of its distinct values, its memory, its gradient, and its version counter.
+
+    A graph of the script may have saved the tensor for its backward pass, and checks the counter. On exit the context
+    ``version`` restores it.
+    """
 
     values: torch.Tensor
     memory: torch.Tensor
     requires_grad: bool
     gradient: torch.Tensor | None
+    version: AbstractContextManager[Any]
 
 
 def _save_tensor(tensor: torch.Tensor) -> TensorContents:
     if not tensor.is_leaf:
         raise RuntimeError("it depends on the tensors that it was computed from")
-    return TensorContents(_values(tensor.data), tensor.data, tensor.requires_grad, tensor.grad)
+    version = nullcontext() if tensor.is_inference() else _unsafe_preserve_version_counter(tensor)
+    return TensorContents(_values(tensor.data), tensor.data, tensor.requires_grad, tensor.grad, version)
 
 
 def _write_tensor(tensor: torch.Tensor, before: TensorContents) -> None:
@@ -309,6 +317,7 @@ def _write_tensor(tensor: torch.Tensor, before: TensorContents) -> None:
     if not _is_equal(distinct(before.memory), before.values) and not written(before.memory, before.values):
         tensor.data = _spread(before.values, before.memory)
     tensor.grad = before.gradient
+    before.version.__exit__(None, None, None)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,16 @@ def test_restored_restores_the_model_if_the_code_raises() -> None:
     assert described(net, {}) == before
 
 
+def test_a_graph_that_saved_a_restored_weight_still_runs_backward() -> None:
+    layer = torch.nn.Linear(2, 2)
+    made = (layer.weight * layer.weight).sum()
+    with restored(layer), torch.no_grad():
+        layer.weight.mul_(3.0)
+    made.backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, 2 * layer.weight.detach())
+
+
 def test_values_that_cannot_be_copied_are_left_alone_and_the_rest_is_restored() -> None:
     class Stubborn(torch.Tensor):
         def clone(self) -> torch.Tensor:  # type: ignore[override]

@@ -63,6 +63,8 @@ for step in range(10):
         loss = net(x, y) if how != "criterion" else criterion(net(x).float(), y)
         if how == "twice":
             loss = loss + (net(x) - net(x * 0.9)).float().pow(2).mean()
+        if how == "views":
+            loss = loss + net(x * 0.9, y)
     optimizer.zero_grad()
     if how in ("loss", "criterion") and not torch.isfinite(loss):
         continue
@@ -128,6 +130,13 @@ def test_a_nan_batch_that_the_script_skips_is_bad_data(tmp_path: Path, how: str)
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
     if how == "criterion":
         assert_unwatched_saves_the_same(tmp_path, "data", how)
+
+
+def test_a_step_whose_first_view_fails_goes_backward_as_without_ampdbg(tmp_path: Path) -> None:
+    record, _, code = run_with_page(tmp_path, GIVES_UP, "model", "views")
+    assert (code, record.verdict, record.error, record.steps_run) == (1, "precision", "", 10)
+    assert first_finding(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+    assert_unwatched_saves_the_same(tmp_path, "model", "views")
 
 
 @pytest.mark.slow
