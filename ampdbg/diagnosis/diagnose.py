@@ -22,7 +22,7 @@ from ampdbg.diagnosis.updates import SMALL, SMALL_UPDATES, SPOILING, SUMS, half_
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import listed
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.file import check_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Verdict
@@ -136,7 +136,7 @@ def _is_new_root(finding: Finding, faults: list[Finding], record: Record) -> boo
     """
     made_later = SPOILT if record.script is None else (*SPOILT, DATA)
     before = [one for one in faults if one.code not in made_later or one.step <= finding.step]
-    is_harmed = any(CODES[one.code].harms_forward for one in before)
+    is_harmed = any(catalogued(one.code).harms_forward for one in before)
     return finding.phase == "forward" and finding.code != UNKNOWN and not is_harmed
 
 
@@ -167,7 +167,7 @@ def _with_root(finding: Finding, faults: list[Finding], record: Record) -> Findi
 
 
 def _is_of_precision(finding: Finding) -> bool:
-    return CODES[finding.code].verdict == "precision"
+    return catalogued(finding.code).verdict == "precision"
 
 
 def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
@@ -176,7 +176,7 @@ def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
         is_open = record.error or any(MANY_UNEXPLAINED in finding.evidence for finding in found)
         is_open = is_open or any(one.took_no_step or leapt(losses_of(one.steps)) for one in record.timelines)
         return "inconclusive" if is_open or (record.script and not record.steps) else "healthy"
-    verdict, in_fp32 = CODES[fault.code].verdict, fault.evidence.get("finite_in_fp32")
+    verdict, in_fp32 = catalogued(fault.code).verdict, fault.evidence.get("finite_in_fp32")
     if fault.code == UNKNOWN and _was_in_fp32(record):
         return "other"
     by_fp32: dict[object, Verdict] = {True: "precision", False: "other"}

@@ -12,7 +12,7 @@ from typing import Any
 from ampdbg.diagnosis.decisions import Decision, Evident, fact
 from ampdbg.formats import FORMATS, HALF_NAMES
 from ampdbg.quantities import counted, listed, multiple, number
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.run import FrozenParameter, KeptAverage, Record, StillParameter, StuckMoment, Updates
 
 SMALL_UPDATES, FROZEN = "optimizer-underflow", "frozen-weights"
@@ -322,7 +322,7 @@ SUMS: tuple[Decision[HalfUpdates], ...] = (
 def why_no_edit(record: Record) -> str:
     """Return why editing the weights cannot cure the run, or "" if it may. It cannot if only averages lose
     precision, and the optimizer steps float32 weights or float32 copies."""
-    codes = {finding.code for finding in record.faults if CODES[finding.code].verdict == "precision"}
+    codes = {finding.code for finding in record.faults if catalogued(finding.code).verdict == "precision"}
     has_half = any(HALF_NAMES & {*one.stored} and not one.masters for one in record.dtypes)
     is_of_averages = codes == {AVERAGE} and bool(record.dtypes) and not has_half
     return f"its averages alone lose by half, and its weights do not; {CODES[AVERAGE].remedy}" * is_of_averages

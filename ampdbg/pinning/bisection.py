@@ -27,7 +27,7 @@ from ampdbg.probes.module_calls import module_paths
 from ampdbg.probes.op_trace import OpPlace
 from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.quantities import counted, number
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Outcome, Search, Strategy
 from ampdbg.record.run import Investigation, Record
@@ -134,7 +134,7 @@ def _refuse_names(modules: Iterable[str]) -> None:
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
     """Return the kept steps with a finding that a pin helps, the root finding's step first."""
     located = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
-    steps = dict.fromkeys(finding.replayed_step for finding in located if CODES[finding.code].pin_helps)
+    steps = dict.fromkeys(finding.replayed_step for finding in located if catalogued(finding.code).pin_helps)
     return [failing for step in steps for (number, _), failing in kept.items() if number == step]
 
 
@@ -143,9 +143,9 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
     root = next(iter(record.faults), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
-    if CODES[root.code].fails_in_fp32:
+    if catalogued(root.code).fails_in_fp32:
         return _because_of(strategy, "fp32-fails", root)
-    if not CODES[root.code].pin_helps or WEIGHTS_GREW in root.evidence:
+    if not catalogued(root.code).pin_helps or WEIGHTS_GREW in root.evidence:
         return _because_of(strategy, "no-pin-helps", root)
     return None if failing else _because_of(strategy, "not-reproduced", root)
 
@@ -175,7 +175,7 @@ def _searched(
         return replace(record, search=replace(search, outcome="fp32-fails", message=message))
     atoms = (*paths.callable, *run.tail.lines)
     observer.search(atoms)
-    is_silent = CODES[record.findings[0].code].erases_itself
+    is_silent = catalogued(record.findings[0].code).erases_itself
     cases = (case, *_finite_in_fp32(run, others))
     raises = (record.autocast_error.module,) if record.autocast_error is not None else ()
     experiment = Experiment(run, cases, atom_tree(atoms), is_silent=is_silent, suspected=raises)
@@ -201,7 +201,7 @@ def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRang
     if isinstance(config.precision.loss_scale, float):
         return ScaleRange(failing.scale)
     codes = {finding.code for finding in record.findings if finding.replayed_step == failing.snapshot.step}
-    if not any(CODES[code].keeps_scale for code in codes):
+    if not any(catalogued(code).keeps_scale for code in codes):
         return ScaleRange()
     unpinned = survivor(failing.made)
     if unpinned is None or not keeps_its_gradients(unpinned):

@@ -38,7 +38,7 @@ from ampdbg.proof.jobs import overlaid
 from ampdbg.proof.processes import Deliver, end_group, fresh_process
 from ampdbg.proof.suggestion import Suggestion
 from ampdbg.quantities import byte_size, counted, listed, number, percent
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import catalogued
 from ampdbg.record.pins import Form, Handover, PatchUnit, Proof, ProofStep
 from ampdbg.record.run import Record, Updates
 from ampdbg.script.gpu import emulated_gpu
@@ -202,7 +202,7 @@ def suggest_for_half_weights(
         raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
     if why_none := why_no_edit(known):
         raise ScriptError(f"{start.name}: no edit is known: {why_none}")
-    codes = frozenset(finding.code for finding in known.faults if CODES[finding.code].verdict == "precision")
+    codes = frozenset(finding.code for finding in known.faults if catalogued(finding.code).verdict == "precision")
     ledger = known.ledger
     losing = [one.kind for one in ledger.kinds if (one.lost or 0.0) > MOST_OF_THE_UPDATE]
     kinds = frozenset([*losing, *(one.kind for one in ledger.still)])

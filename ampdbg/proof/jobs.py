@@ -36,7 +36,7 @@ from ampdbg.probes.source_lines import tracing
 from ampdbg.proof.processes import Deliver, FreshProcess, Task, fresh_process
 from ampdbg.proof.swap import CannotSwapError, swapped
 from ampdbg.quantities import listed
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Record, Step
 from ampdbg.replay.pinned_replays import PinnedReplays, ScaleRange
@@ -536,7 +536,7 @@ def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
     A warning does not, since its step agrees with FP32. A loss scale finding does not if the last steps were taken.
     Growing gradients cause a few skips, and a gradient of 1e-15 is lost at any scale.
     """
-    code = CODES[finding.code]
+    code = catalogued(finding.code)
     if finding.severity != "error" or not code.counts_against_a_patch:
         return False
     end = last_quarter(steps)

@@ -31,7 +31,7 @@ from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import CapturedStep, FreshProcesses, Job, JobStarter
 from ampdbg.proof.proof import needed_units, prove, unneeded_unit
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, Form, Handover, PatchUnit, Proof, RootModel, Strategy, in_words, root_of
 from ampdbg.record.run import Record
@@ -152,7 +152,7 @@ def _constants(record: Record) -> tuple[Source, ...]:
     """Return the user's lines with constants that half cannot hold, or none if there are other causes."""
     roots = [finding for finding in record.faults if finding.root is None]
     lines = tuple(finding.source for finding in roots if finding.source and is_users_file(finding.source.file))
-    return lines if len(lines) == len(roots) and all(CODES[one.code].is_a_constant for one in roots) else ()
+    return lines if len(lines) == len(roots) and all(catalogued(one.code).is_a_constant for one in roots) else ()
 
 
 def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
@@ -176,7 +176,7 @@ def _with_patch(record: Record, materials: PlanInputs, prover: Prover | None, *,
     plans = [functools.partial(planned, needed, ways) for ways in WAYS] if needed.pins else []
     plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
     if prover is not None and (constants := _constants(record)):  # the search has tried pins only
-        is_other = any(CODES[finding.code].changes_function for finding in record.findings if finding.root is None)
+        is_other = any(catalogued(finding.code).changes_function for finding in record.findings if finding.root is None)
         plans.insert(
             len(plans) if is_other and not trains else 0, functools.partial(constants_kept, constants, materials)
         )
@@ -269,7 +269,7 @@ def _proof(
         config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}),
         patched,
         scales=tuple(scales_of(config, record, step) for step in ended.failing),
-        is_silent=CODES[record.findings[0].code].erases_itself,
+        is_silent=catalogued(record.findings[0].code).erases_itself,
         repeats=record.search.repeats if record.search is not None else 1,
         captured=captured,
     )

@@ -599,7 +599,8 @@ def catalogued(name: str) -> Code:
 
 
 def finding_of(name: str, step: int, phase: Phase, message: str, **fields: Any) -> Finding:
-    """Return a finding with the severity and remedy of its code, unless ``fields`` has them."""
-    code = CODES[name]
+    """Return a finding with the severity and remedy of its code, unless ``fields`` has them. For the code of an
+    autocast error in a record of another version, those of ``unknown``."""
+    code = catalogued(name)
     given = {"severity": code.severity, "remedy": code.remedy} | fields
     return Finding(code=name, step=step, phase=code.phase or phase, message=message, **given)

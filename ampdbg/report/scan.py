@@ -484,7 +484,11 @@ def _after_script(record: Record, script: ScriptRun, typed: view.CommandContext)
     is_half = record.verdict == "precision" and record.half_weights and record.updates
     is_edited = is_half and typed.record_path and not why_no_edit(record)
     is_replayed = not captures or record.command != "run" or record.investigations
-    codes = [one.code for one in record.findings[:1] if record.verdict != "healthy" and not only_settles(record)]
+    codes = [
+        catalogued(one.code).name
+        for one in record.findings[:1]
+        if record.verdict != "healthy" and not only_settles(record)
+    ]
     suggest, find = "ampdbg suggest-fp32", prove if is_cured else search
     # No step ran in half precision, which may be why nothing else was found.
     is_fp32 = record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")

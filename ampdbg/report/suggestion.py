@@ -14,6 +14,7 @@ from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
 from ampdbg.ops import CASTS, base_name
 from ampdbg.quantities import counted, listed, share
+from ampdbg.record.codes import catalogued
 from ampdbg.record.file import to_json
 from ampdbg.record.findings import place_of
 from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
@@ -223,7 +224,9 @@ def next_command(record: Record, handover: Handover, typed: view.CommandContext)
     script, form, roots = record.script, handover.form, record.roots
     again = f"ampdbg suggest-fp32 {typed.config}{bisection.chosen_strategy(record.search)}"
     by_name, scan = f"{again} --format module", f"ampdbg scan {typed.config}"
-    codes = [one.code for one in record.findings[:1] if _is_past_search(record) or record.search is None]
+    codes = [
+        catalogued(one.code).name for one in record.findings[:1] if _is_past_search(record) or record.search is None
+    ]
     if has_failed(record):
         is_refused = form == "diff" and handover.names and handover.refused  # the set may suffice with all of its edits
         return next_of(

@@ -587,6 +587,18 @@ def test_an_autocast_error_is_a_finding_with_its_source_and_first_line(code: str
     assert (finding.code, finding.source, finding.message) == (code, source, "value cannot")
 
 
+def test_an_autocast_error_with_a_code_of_another_version_is_read_like_unknown() -> None:
+    error = AutocastError("misuse-of-later", 0, "value cannot be converted")
+    record = diagnose(record_of(steps_of("."), autocast_error=error, script=ScriptRun("train.py")))
+    assert [(one.code, one.severity, one.remedy) for one in record.findings] == [
+        ("misuse-of-later", "error", "compare with a run in FP32: autocast(enabled=False)")
+    ]
+    assert (record.verdict, diagnose(record)) == ("inconclusive", record)
+    shown = next_command(record, CommandContext("", ""))
+    assert shown is not None
+    assert shown.command == "ampdbg explain unknown"
+
+
 def test_an_overflow_in_a_skipped_last_step_is_not_a_silent_overflow() -> None:
     made = Investigation(2, "end", low(producers=(OVERFLOWS,), lost_energy=0.0), FP32)
     assert codes(diagnosed("..x", made)) == [("scale-calibration", "backward", None)]
