@@ -98,13 +98,23 @@ def headline(record: Record) -> view.Headline:
 
 
 def unjudged(record: Record) -> str:
-    """Return what a healthy run did not check: half weights that were not compared with FP32 and have no masters found;
-    "" if there are none."""
+    """Return what a healthy run did not compare with FP32; "" if it compared all. It may be half weights without
+    masters, or every step of a script that trains in half."""
     seen = record.ledger
-    if not seen.unjudged or record.verdict != "healthy" or record.has_masters:
-        return ""
     of_all = f" of {seen.half:,}" if seen.judged else ""
-    return f"; what {seen.unjudged:,}{of_all} half parameters lose of their updates was not compared with FP32"
+    weights = f"; what {seen.unjudged:,}{of_all} half parameters lose of their updates was not compared with FP32"
+    parts = {
+        weights: record.verdict == "healthy" and seen.unjudged and not record.has_masters,
+        "; no step was compared with FP32": is_uncompared(record),
+    }
+    return "".join(part for part, holds in parts.items() if holds)
+
+
+def is_uncompared(record: Record) -> bool:
+    """True if a script that trains in half looks healthy, and no step of any optimizer was compared with FP32."""
+    is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
+    is_script = record.command == "run" and record.verdict == "healthy"
+    return is_script and is_half and all(made.why != "end" for made in record.investigations)
 
 
 def stopped(record: Record) -> str:
@@ -136,8 +146,8 @@ def _sentence(record: Record) -> str:
 
 
 def _verdict(record: Record) -> str:
-    """Return "Healthy"; "No fault found" if updates in half went unjudged; or "Inconclusive" for a run that has not
-    shown its health, such as one that skipped every step."""
+    """Return "Healthy"; "No fault found" if nothing in half was compared with FP32; or "Inconclusive" for a run that
+    has not shown its health, such as one that skipped every step."""
     if record.verdict != "healthy":
         return "Inconclusive"
     return "No fault found" if unjudged(record) else "Healthy"
@@ -331,21 +341,11 @@ def _facts(record: Record) -> Iterator[str]:
         facts = list(_facts_of(timeline, record))
         ran = counted(timeline.steps_run, "step")
         yield from [f"optimizer {timeline.steps[0].optimizer}: {ran}, {', '.join(facts)}"] if several else facts
-    yield from _compared(record)
+    by_skip = (group for one in record.timelines for group in groupby(one.steps, attrgetter("skipped")))
+    rows = [len(list(row)) for skipped, row in by_skip if not skipped]
+    if is_uncompared(record) and max(rows, default=0) <= STEPS_BEFORE_COMPARISON:
+        yield f"a comparison with FP32 takes over {STEPS_BEFORE_COMPARISON} steps in a row without a skip"
     yield duration(record.elapsed)
-
-
-def _compared(record: Record) -> Iterator[str]:
-    """Yield a fact if no healthy step of any optimizer was compared with FP32."""
-    is_half = record.environment.policy != "none" and format_of_config(record.config) is not FLOAT32
-    is_compared = any(made.why == "end" for made in record.investigations)
-    if not is_compared and record.command == "run" and record.verdict == "healthy" and is_half:
-        by_skip = (group for one in record.timelines for group in groupby(one.steps, attrgetter("skipped")))
-        rows = (len(list(row)) for skipped, row in by_skip if not skipped)
-        few = f": that takes over {STEPS_BEFORE_COMPARISON} steps in a row without a skip" * (
-            max(rows, default=0) <= STEPS_BEFORE_COMPARISON
-        )
-        yield f"no step compared with FP32{few}"
 
 
 def _distance(made: Investigation) -> str:
@@ -493,8 +493,9 @@ def _after_script(record: Record, script: ScriptRun, typed: view.CommandContext)
     is_fp32 = record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
     needs_gpu = has_no_gpu and (obstacle or is_fp32)
     was_refused = any(NOT_CAPTURED in note for note in record.unseen.notes)
-    can_be_captured = is_cured and not (captures or script.processes > 1 or was_refused)
+    can_be_captured = not (captures or script.processes > 1 or was_refused)
     again = script.again(record.environment, record.last_failing_step)
+    sound = min(STEPS_BEFORE_COMPARISON, record.steps_run - 1)
     emulated = f"ampdbg run --emulate {'-m ' * script.is_module}{typed.config}"
     return view.next_of(
         (install, "install it beside ampdbg", install),
@@ -505,9 +506,14 @@ def _after_script(record: Record, script: ScriptRun, typed: view.CommandContext)
             "the edit that cures it, where ampdbg knows one, proven by a short run",
             f"{suggest} {typed.record_path}",
         ),
-        (can_be_captured, "capture a failing step, for a patch that cures it", again),
+        (is_cured and can_be_captured, "capture a failing step, for a patch that cures it", again),
         (not is_replayed, "replay the captured step, also in FP32", f"ampdbg replay {first}"),
         (codes, "read what it means, and what cures it", f"ampdbg explain {''.join(codes)}"),
+        (
+            is_uncompared(record) and can_be_captured and sound > 0,
+            "capture a step, which ampdbg replay compares with FP32",
+            script.again(record.environment, sound),
+        ),
     )
 
 

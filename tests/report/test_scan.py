@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.run import GroupOverflow, Investigation, ParameterCounts, Record, ScriptRun, TensorCounts, Unseen
+from ampdbg.record.run import (
+    GroupOverflow,
+    Investigation,
+    ParameterCounts,
+    Record,
+    Replay,
+    ScriptRun,
+    TensorCounts,
+    Unseen,
+)
 from ampdbg.report.scan import MAX_GROUPS, group_table, next_command
 from ampdbg.report.view import CommandContext, StyledLine
 from tests.report.bisections import BISECTIONS
@@ -257,13 +266,23 @@ def test_a_fault_without_a_capture_suggests_a_rerun_that_captures_its_step(note:
 
 
 @pytest.mark.parametrize("is_module", [False, True])
-def test_a_healthy_script_has_a_next_command_only_if_no_step_ran_in_half(is_module: bool) -> None:
-    record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))
+def test_a_healthy_script_has_a_next_command_only_if_no_step_in_half_was_compared_with_fp32(is_module: bool) -> None:
+    module = "-m " * is_module
+    steps, started = [healthy_step(step) for step in range(60)], ScriptRun("train.py", ("3",), is_module=is_module)
+    record = run(steps, script=started, findings=(), verdict="healthy")
     record, script = replace(record, command="run"), CommandContext("train.py 3")
     half = replace(record, environment=replace(record.environment, policy="cuda", emulated=False))
+    assert typed_next(half, script) == f"ampdbg run --capture-step 10 {module}train.py 3"
+    assert "No fault found: none of 60 steps skipped; no step was compared with FP32." in rendered(half)
+    short, one = replace(half, steps=half.steps[:4]), replace(half, steps=half.steps[:1])
+    assert typed_next(short, script) == f"ampdbg run --capture-step 3 {module}train.py 3"
+    assert typed_next(one, script) is None
+    compared = Investigation(10, "end", Replay("float16", 1.0, 2.0, 1.0), Replay("float32", 1.0, 2.0, 1.0))
+    half = replace(half, investigations=(compared,))
     assert typed_next(half, script) is None
+    assert "Healthy: none of 60 steps skipped." in rendered(half)
     in_fp32 = replace(record, environment=replace(record.environment, policy="none", emulated=False))
-    assert typed_next(in_fp32, script) == f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
+    assert typed_next(in_fp32, script) == f"ampdbg run --emulate {module}train.py 3"
 
 
 def test_a_captured_step_with_nothing_to_pin_has_no_next_command() -> None:

@@ -132,4 +132,4 @@ def test_accelerate_trains_in_bfloat16_only_if_the_gpu_supports_bfloat16(
     (tmp_path / "train.py").write_text(BFLOAT16)
     result = start(tmp_path, "run", "--emulate", "train.py", AMPDBG_CAPABILITY=capability)
     assert (result.code, result.stdout) == (code, "" if code else "cuda bf16\n"), result.stderr
-    assert ("bf16 mixed precision requires" if code else "Healthy: none of 3 steps skipped") in result.stderr
+    assert ("bf16 mixed precision requires" if code else "No fault found: none of 3 steps skipped") in result.stderr

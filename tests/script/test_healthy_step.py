@@ -92,7 +92,12 @@ def test_no_investigate_compares_no_step_with_fp32_and_a_note_says_so(tmp_path: 
     assert (result.code, record.investigations) == (0, ())
     said = "step 10 was not compared with FP32: --no-investigate allows no replay"
     assert record.unseen.notes == (said,)
-    assert "no step compared with FP32 ·" in " ".join(result.stderr.split())
+    page = " ".join(result.stderr.split())
+    assert "? No fault found: none of 80 steps skipped; no step was compared with FP32." in page
+    step = (
+        "Next: capture a step, which ampdbg replay compares with FP32 ampdbg run --emulate --capture-step 10 train.py"
+    )
+    assert step in page
 
 
 @pytest.mark.parametrize(("steps", "is_compared"), [("10", False), ("11", True)])
@@ -101,15 +106,20 @@ def test_a_run_too_short_for_a_comparison_says_how_many_steps_are_needed(
 ) -> None:
     result, record = run(tmp_path, HIDDEN.replace("range(80)", f"range({steps})"), "1")
     page = " ".join(result.stderr.split())
-    assert ("no step compared with FP32: that takes over 10 steps in a row without a skip" in page) != is_compared
+    assert ("a comparison with FP32 takes over 10 steps in a row without a skip" in page) != is_compared
+    assert ("? No fault found: none of 10 steps skipped; no step was compared with FP32." in page) != is_compared
+    assert ("--capture-step 9" in page) != is_compared
+    assert ("✓ Healthy: none of 11 steps skipped." in page) == is_compared
     assert [made.step for made in record.investigations] == [10] * is_compared
 
 
 @pytest.mark.slow
 def test_a_step_whose_replays_take_too_long_is_not_compared_and_the_run_says_so(tmp_path: Path) -> None:
     slow = HIDDEN.replace("    optimizer.zero_grad()", "    time.sleep(1.6)\n    optimizer.zero_grad()", 1)
-    _, record = run(tmp_path, slow.replace("range(80)", "range(12)"), "1")
+    result, record = run(tmp_path, slow.replace("range(80)", "range(12)"), "1")
     assert record.investigations == ()
+    assert "No fault found: none of 12 steps skipped; no step was compared" in " ".join(result.stderr.split())
+    assert "\n  ampdbg run --emulate --capture-step 10 train.py 1\n" in result.stderr
     (said,) = record.unseen.notes
     assert said == ("step 10 was not compared with FP32: its replays take more of the run's time than ampdbg uses")
 

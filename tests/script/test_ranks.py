@@ -134,7 +134,7 @@ def test_healthy_ranks_are_reported_once_and_train_the_same_weights_as_unwatched
     assert len(bare.weights) == 2
     assert watched.weights == bare.weights
     assert "rank 1" not in watched.stderr
-    assert watched.stderr.count("Healthy") == 1
+    assert watched.stderr.count("No fault found") == 1
     names = {path.name.partition("-")[2] for path in (tmp_path / ".ampdbg").glob("*-run*")}
     assert names == {"run.json", "run.jsonl", "run-rank-1.json", "run-rank-1.jsonl"}
     latest = read_record(tmp_path / ".ampdbg" / "latest.json")

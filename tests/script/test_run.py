@@ -83,7 +83,7 @@ def test_a_healthy_script_has_no_findings_and_no_captures(tmp_path: Path) -> Non
     result, record = run(tmp_path, scripts.PLAIN, "1", "6")
     assert (result.code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 6, ())
     assert record.environment.emulated is (record.environment.device == "cpu")
-    assert "Healthy" in result.stderr
+    assert "No fault found: none of 6 steps skipped; no step was compared with FP32." in result.stderr
     assert not (tmp_path / ".ampdbg" / "captures").exists()
     assert result.stdout.startswith("weights ")
 
