@@ -368,7 +368,8 @@ _CALLS = (
         "misuse-clip-scaled",
         "optimizer",
         "the code clips gradients that still carry the loss scale, so they end up far below the limit",
-        "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
+        "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer); with "
+        "Accelerate, accelerator.clip_grad_norm_ unscales and clips",
         harms_forward=False,
     ),
     _misuse(
@@ -381,7 +382,7 @@ _CALLS = (
         "misuse-accumulate",
         "optimizer",
         "gradients add up across a call of unscale_, step or update, so their sum mixes loss scales",
-        "call unscale_, clipping, step and update only after the last micro-batch of each step, and then zero_grad()",
+        "call zero_grad() after each step; unscale_, clipping, step and update only after its last micro-batch",
     ),
     _misuse(
         "misuse-bare-step",

@@ -34,12 +34,14 @@ def _headline(linted: Linted, fixed: int) -> Headline:
     was = f"{counted(fixed, 'file')} fixed. " * bool(fixed)
     fixable, unread = sum(finding.fixable for finding in linted.findings), len(linted.problems)
     found = f"{was}{counted(count, 'finding')} in {files}{f'; {fixable} can be fixed' * bool(fixable)}."
-    nothing = f"{was}Nothing found in {files}"
+    not_read = (
+        f"{was}{unread:,} of {files} could not be read{'; nothing found in the others' * (unread < linted.files)}."
+    )
     return first(
         ("error" in [finding.severity for finding in linted.findings], Headline("bad", found)),
         (count, Headline("doubtful", found)),
-        (unread, Headline("doubtful", f"{nothing}, of which {unread} could not be read.")),
-        (True, Headline("good", f"{nothing}.")),
+        (unread, Headline("doubtful", not_read)),
+        (True, Headline("good", f"{was}Nothing found in {files}.")),
     )
 
 
@@ -80,7 +82,8 @@ def as_annotations(linted: Linted) -> str:
         values = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in where.items())
         said = _escaped(f"{finding.message}. {finding.remedy}")
         text += f"::{ANNOTATIONS[finding.severity]} {values}::{said}\n"
-    return text
+    problems = ((_escaped(file.path, ":,"), _escaped(file.problem)) for file in linted.problems)
+    return text + "".join(f"::warning file={path},title=Not read::{problem}\n" for path, problem in problems)
 
 
 def _escaped(text: str, more: str = "") -> str:

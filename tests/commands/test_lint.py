@@ -61,7 +61,8 @@ def test_a_finding_prints_its_line_and_remedy_and_exits_with_1(here: Here) -> No
         "  the code clips gradients that still carry the loss scale, so they end up far\n"
         "  below the limit\n"
         "  Remedy: clip after unscaling: scaler.unscale_(optimizer), then\n"
-        "  clip_grad_norm_, then scaler.step(optimizer)\n"
+        "  clip_grad_norm_, then scaler.step(optimizer); with Accelerate,\n"
+        "  accelerator.clip_grad_norm_ unscales and clips\n"
         "\n"
         "Next: see the fixes\n"
         "  ampdbg lint --diff train.py\n"
@@ -286,6 +287,50 @@ def test_a_notebook_that_cannot_be_fixed_in_its_own_format_is_left_unchanged(her
 
 
 # Files that cannot be read
+
+
+UNPARSABLE = "import torch\n\ndef train(:\n    pass\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("train.py", UNPARSABLE), (".", f"{UNPARSABLE}# float16\n")])
+def test_a_file_that_cannot_be_parsed_is_not_read_and_exits_with_2(here: Here, name: str, text: str) -> None:
+    write(here, "train.py", text)
+    done = here("lint", name)
+    assert (done.code, done.stdout) == (
+        2,
+        "? 1 of 1 file could not be read.\n\nNot read\n  train.py: line 3 does not parse: invalid syntax\n",
+    )
+    annotated = here("lint", name, "--format", "github")
+    said = "::warning file=train.py,title=Not read::line 3 does not parse: invalid syntax\n"
+    assert (annotated.code, annotated.stdout) == (2, said)
+    write(here, "other.py", FIXED)
+    done = here("lint", name, "other.py")
+    assert (done.code, done.stdout.partition("\n")[0]) == (
+        2,
+        "? 1 of 2 files could not be read; nothing found in the others.",
+    )
+    write(here, "train.py", text.replace("(:", "():"))
+    done = here("lint", name)
+    assert (done.code, done.stdout.partition(" in ")[0]) == (0, "✓ Nothing found")
+
+
+def test_torchs_clip_behind_accelerates_backward_becomes_accelerates_own(here: Here) -> None:
+    clips = "    torch.nn.utils.clip_grad_norm_(model.parameters(), {}1.0)\n    optimizer.step()\n"
+    text = (
+        "import torch\nfrom accelerate import Accelerator\n\naccelerator = Accelerator(mixed_precision='fp16')\n"
+        "for x in loader:\n    accelerator.backward(model(x).mean())\n"
+    )
+    write(here, "train.py", text + clips.format(""))
+    done = here("lint", "train.py")
+    assert done.code == 1
+    assert "Remedy: clip with accelerator.clip_grad_norm_, which unscales the gradients" in done.stdout
+    here("lint", "--fix", "train.py")
+    own = "    accelerator.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()\n"
+    assert (here.folder / "train.py").read_text() == text + own
+    assert here("lint", "train.py").code == 0
+    write(here, "train.py", text + clips.format("foreach=True, max_norm="))  # which Accelerate does not take
+    here("lint", "--fix", "train.py")
+    assert (here.folder / "train.py").read_text() == text + clips.format("foreach=True, max_norm=")
 
 
 def test_each_file_that_cannot_be_read_or_parsed_has_a_problem_of_one_line(here: Here) -> None:

@@ -18,11 +18,13 @@ from ampdbg.source.expressions import argument, method, number
 CODE = "mask-constant"
 MESSAGE = "{value} is beyond what float16 can hold (65504): torch refuses to write it into half scores"
 
-_SOFTMAX = re.compile(r"softmax|logsumexp")
+_SOFTMAX = re.compile(r"(?i)softmax|logsumexp|cross_?entropy")
+_NAME = re.compile(r"[\w.]+")
 
 
 def check(facts: Facts) -> Iterator[RuleHit]:
-    """Check ``scores.masked_fill(mask, -1e9)`` if a softmax of the same function reads the scores.
+    """Check ``scores.masked_fill(mask, -1e9)`` if a softmax of the same function, or a loss with one, reads the scores.
+    The same holds for ``torch.masked_fill``.
 
     The source shows half scores only if the call is in a region. Elsewhere the hit counts in a project that trains in
     half.
@@ -30,6 +32,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     document = facts.document
     for call in document.calls:
         owner, value = method(call, "masked_fill", "masked_fill_"), argument(call, "value", 1)
+        if document.call_origin(call) == "torch.masked_fill":
+            owner, value = argument(call, "input", 0), argument(call, "value", 2)
         is_beyond = -math.inf < (number(value) or 0.0) <= -FLOAT16.overflow_threshold
         if owner is None or value is None or not is_beyond:
             continue
@@ -39,8 +43,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             continue
         message = MESSAGE.format(value=document.source(value))
         instead = replaced(document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min")
-        # Only scores that have a name can be queried for their dtype.
-        fix = Fix((instead,), ("torch",)) if isinstance(owner, (ast.Name, ast.Attribute)) else None
+        # Only scores that have a name can be queried for their dtype: a call of the model would run twice.
+        fix = Fix((instead,), ("torch",)) if _NAME.fullmatch(ast.unparse(owner)) else None
         yield RuleHit(CODE, call, message, fix=fix, in_half_only=not facts.runs_in_half(call))
 
 
@@ -60,7 +64,7 @@ def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
     document = facts.document
     statement = document.statement(call)
     around = itertools.takewhile(lambda one: one is not statement, document.around(call))
-    if any(_is_softmax(one) and call is not one.func for one in around):
+    if any(_is_softmax(one, facts) and call is not one.func for one in around):
         return True
     match statement:
         case ast.Assign(targets=[target]):
@@ -69,12 +73,17 @@ def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
             text = ast.unparse(call.func.value)  # type: ignore[attr-defined]
         case _:
             return False
-    later = (node for node in ast.walk(document.unit(call)) if _is_softmax(node) and node.lineno > call.lineno)
+    later = (node for node in ast.walk(document.unit(call)) if _is_softmax(node, facts) and node.lineno > call.lineno)
     return any(text in map(ast.unparse, [*node.args, getattr(node.func, "value", node.func)]) for node in later)
 
 
-def _is_softmax(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and _SOFTMAX.search(ast.unparse(node.func)) is not None
+def _is_softmax(node: ast.AST, facts: Facts) -> TypeGuard[ast.Call]:
+    """True for a call of a function or a module that takes a softmax, also for ``criterion(scores, y)``."""
+    if not isinstance(node, ast.Call):
+        return False
+    text = ast.unparse(node.func)
+    is_variable = isinstance(node.func, (ast.Name, ast.Attribute))
+    return _SOFTMAX.search(facts.modules.get(facts.document.key(node.func), text) if is_variable else text) is not None
 
 
 RULE = Rule(
@@ -98,6 +107,19 @@ def train(scores, v, mask):
     with torch.autocast("cuda"):
         return attend(scores, v, mask) + in_place(scores, v, mask)
 """,
+        """
+import torch
+import torch.nn.functional as F
+
+criterion = torch.nn.CrossEntropyLoss()
+
+def train(model, x, y, mask):
+    with torch.autocast("cuda", dtype=torch.float16):
+        a = F.cross_entropy(model(x).masked_fill(mask, -1e9), y)  # <- mask-constant
+        b = torch.masked_fill(model(x), mask, -1e9).softmax(-1)  # <- mask-constant
+        z = model(x).logits.masked_fill(mask, value=-1e9)  # <- mask-constant
+        return criterion(z, y) + a + b
+""",
     ),
     valid=(
         """
@@ -119,6 +141,11 @@ def in_float32(scores, v, mask):
 def infinite(scores, v, mask):
     scores = scores.masked_fill(mask, float("-inf"))
     return F.softmax(scores, dim=-1) @ v
+
+def of_a_model_within_half(model, x, y, mask):
+    with torch.autocast("cuda"):
+        loss = F.cross_entropy(model(x).masked_fill(mask, -1e4), y)
+        return loss + F.cross_entropy(torch.masked_fill(model(x).float(), mask, -1e9), y)
 
 def of_labels_which_are_no_scores(labels, mask, model):
     with torch.autocast("cuda"):
