@@ -56,6 +56,16 @@ def percent(part: float) -> str:
     return f"{number(float(f'{100 * part:.2g}'))}%" if math.isfinite(part) else "-"
 
 
+def module_name(name: str, root: str = "the root module") -> str:
+    """Return how a sentence names a module: ``blocks.2.attn``, ``module 2``, and ``root`` for the empty name."""
+    return f"module {name}" if re.fullmatch(r"[\d.]+", name) else name or root
+
+
+def in_module(name: str) -> str:
+    """Return how a sentence places something in a module: `` in blocks.2.attn``; "" for the root."""
+    return f" in {module_name(name)}" * bool(name)
+
+
 def counted(count: int, noun: str) -> str:
     """Format a count and its noun: ``1 step``, ``2,000 steps``, ``3 batches``."""
     if count == 1:

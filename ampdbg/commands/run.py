@@ -20,7 +20,7 @@ from ampdbg.escapes import printable
 from ampdbg.given import RunSettings
 from ampdbg.observer import Observer
 from ampdbg.obstacles import obstacle_in
-from ampdbg.quantities import byte_count
+from ampdbg.quantities import byte_count, in_module
 from ampdbg.record.file import of_rank
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
@@ -185,7 +185,7 @@ def _show_report(seen: Record, typed: CommandContext) -> None:
     if seen.rank == 0:
         say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
     for found in seen.findings[:1] if seen.rank else ():
-        where = f" in {printable(found.module)}" * bool(found.module)
+        where = in_module(printable(found.module))
         report = f": ampdbg report {typed.record_path}" * bool(typed.record_path)
         say(f"rank {seen.rank} found {found.code}{where} at step {found.step}{report}")
 

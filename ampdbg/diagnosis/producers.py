@@ -11,7 +11,7 @@ from ampdbg.agreement import NOISE_LIMIT, agrees, is_finite, keeps_its_gradients
 from ampdbg.diagnosis.remedies import formula_of, pole_of, remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, CODE_CONSTANTS, DIVISIONS, LOGARITHMS, POLES, POLES_ELSEWHERE, ROOTS, base_name
-from ampdbg.quantities import number
+from ampdbg.quantities import in_module, number
 from ampdbg.record.run import Investigation, Producer, Replay
 
 NEAR = 0.9
@@ -270,7 +270,7 @@ def named(producer: Producer) -> str:
     what = CAST_NAMES.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
     if base_name(producer.op) in CODE_CONSTANTS:
         what = "the code"
-    return f"{what} in {producer.module}" if producer.module else what
+    return what + in_module(producer.module)
 
 
 def op_name(op: str) -> str:

@@ -16,7 +16,7 @@ from ampdbg.diagnosis.cause import NO_USABLE_SCALE
 from ampdbg.diagnosis.misuse import autocast_errors
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, limit_of, op_name
 from ampdbg.formats import BFLOAT16, FLOAT16
-from ampdbg.quantities import counted, number
+from ampdbg.quantities import counted, module_name, number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding, Phase
 from ampdbg.record.pins import is_pinned
@@ -245,7 +245,7 @@ def _no_scale(record: Record) -> Iterator[Finding]:
         return
     why = (
         f"{op_name(low.op)} overflows above a loss scale of {number(whole.ceiling)}; {op_name(high.op)} in "
-        f"{high.module or 'the root module'} loses more than 1 % of its gradient's energy below "
+        f"{module_name(high.module)} loses more than 1 % of its gradient's energy below "
         f"{number(whole.floor)}"
     )
     yield _proposed(record, low, NO_USABLE_SCALE, why)

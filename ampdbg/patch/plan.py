@@ -25,6 +25,7 @@ from ampdbg.patch.statements import NOTHING_COMPUTED
 from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import LineNames, NamesByLine
 from ampdbg.probes.makings import Constructions
+from ampdbg.quantities import module_name
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, PatchUnit, Pin, in_words, is_pinned, within
 from ampdbg.source.ownership import is_users_file
@@ -291,7 +292,7 @@ def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tup
             return placements, []
         wide = wide or placements
         notes += beyond
-    what = f"line {pin.source.line}" if pin.source else pin.name or "the root module"
+    what = f"line {pin.source.line}" if pin.source else module_name(pin.name)
     why_none = f"no line of your code is known to create or call {what}: a copied or unpickled model has none"
     return wide, [] if wide else refused or [Refused(0, why_none)]
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
+from ampdbg.quantities import module_name
+
 Severity = Literal["error", "warning", "info"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
 
@@ -76,7 +78,7 @@ class Finding:
     @property
     def where(self) -> tuple[str, ...]:
         """The step, the phase, and the module, op and parameter if known."""
-        known = (part for part in (self.module, self.op, self.parameter) if part)
+        known = filter(None, (module_name(self.module, ""), self.op, self.parameter))
         return self.at_step, self.phase, *known
 
     @property

@@ -3,11 +3,11 @@ the module's own lines, in FP32. The rest of the model runs in half."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ampdbg.quantities import module_name
 from ampdbg.record.findings import Count, Phase, Source
 
 OWN = ":own"
@@ -20,9 +20,7 @@ EVERYTHING = "*"
 def in_words(name: str, root: str = "the model") -> str:
     """Return how a sentence names a pin: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``. ``root`` is
     the name of the model, such as its class."""
-    module = name.removesuffix(OWN)
-    words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or root
-    return f"{words} (its own lines)" if name.endswith(OWN) else words
+    return module_name(name.removesuffix(OWN), root) + " (its own lines)" * name.endswith(OWN)
 
 
 Strategy = Literal["guided", "ddmin"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ampdbg.agreement import FP32_ROUNDING, NOISE_FLOORS
-from ampdbg.quantities import byte_size, counted, duration, number, percent, share
+from ampdbg.quantities import byte_size, counted, duration, in_module, number, percent, share
 from ampdbg.record.codes import catalogued
 from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory
 
@@ -96,7 +96,7 @@ def _trained(one: LevelCost, costs: Costs) -> view.Cell:
     skipped = f"; {one.skipped:,} of {counted(one.steps, 'step')} skipped" * bool(one.skipped)
     finding = one.finding
     is_sure = finding is not None and finding.severity == "error" and one.verdict != "inconclusive"
-    found = " in ".join(filter(None, (finding.code, finding.module))) if finding else "not known"
+    found = f"{finding.code}{in_module(finding.module)}" if finding else "not known"
     return view.first(
         (one.error, line(view.Words("✗ ", "bad"), "could not run")),
         (one.trains, line(view.Words("✓ ", "good"), f"yes{skipped}")),

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from ampdbg.diagnosis.producers import NEAR, limit_of, op_name
 from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config, precision_of
-from ampdbg.quantities import byte_size, counted, listed, number, share
+from ampdbg.quantities import byte_size, counted, listed, module_name, number, share
 from ampdbg.record.findings import place_of
 from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, Trial, in_words
 from ampdbg.record.run import Record
@@ -210,7 +210,8 @@ TRIAL_COLUMNS = (
 
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
     """Return ``blocks.2.attn and head``; beyond ``most`` names the rest is counted."""
-    return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
+    names = [in_words(OWN) if name == OWN else module_name(name, "the whole model") for name in pins]
+    return listed(names, most) or "nothing"
 
 
 def result_text(trial: Trial) -> str:

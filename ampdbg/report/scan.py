@@ -19,7 +19,7 @@ from ampdbg.diagnosis.updates import why_no_edit
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.obstacles import obstacle_in
-from ampdbg.quantities import counted, duration, listed, number, scale, share
+from ampdbg.quantities import counted, duration, in_module, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import (
@@ -168,7 +168,7 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
             (finding.evidence.get("reproduced") == 0, "No replay of it fails"),
             (True, "The cause is unknown"),
         ),
-        "where": finding.module and f" in {finding.module}",
+        "where": in_module(finding.module),
     }
     if not steps:
         return facts

@@ -9,7 +9,7 @@ from itertools import compress
 from typing import ClassVar, Literal, TypeVar
 
 from ampdbg.formats import Exponents
-from ampdbg.quantities import counted
+from ampdbg.quantities import counted, module_name
 from ampdbg.record.findings import CodeLine, Finding, Severity
 from ampdbg.record.run import Environment, Record, Step
 
@@ -205,7 +205,7 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[tuple[Cell, ...]
 
 def module(name: str) -> str:
     """Return a module's name as shown: ``(root)`` for the root, which has no name."""
-    return name or "(root)"
+    return module_name(name, "(root)")
 
 
 def ran_on(record: Record) -> Iterator[str]:

@@ -98,6 +98,14 @@ def test_a_module_in_the_formats_folder_is_a_format(tmp_path: Path, monkeypatch:
     assert "verdict" in [module.name for module in pkgutil.iter_modules(formats.__path__)]
 
 
+@pytest.mark.parametrize(("module", "words"), [("1", "module 1"), ("net.1", "net.1"), ("", "")])
+def test_a_module_named_by_a_number_is_called_a_module_in_sentences(module: str, words: str) -> None:
+    root = Finding("forward-overflow", "error", 6, "forward", "m", "", module, "aten.mul.Tensor")
+    text = " ".join(rendered(replace(healthy(), findings=(root,), verdict="precision")).split())
+    assert f"The forward pass overflows{' in ' * bool(words)}{words} at step 6" in text
+    assert f"step 6 · forward{' · ' * bool(words)}{words} · aten.mul.Tensor" in text
+
+
 @pytest.mark.parametrize("name", ["text", "markdown", "html"])
 def test_a_finding_and_its_effect_have_the_same_place_in_every_format(name: str) -> None:
     root = Finding(

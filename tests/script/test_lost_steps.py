@@ -552,7 +552,7 @@ def test_a_pass_that_writes_overflowed_values_to_a_buffer_is_replayed_on_the_old
     line = "x = self.body(x) * self.gains"
     assert found[0] == ("forward-overflow", 20, "1", line)
     assert found[1][:2] == ("buffer-poisoned", 20)
-    assert "mul in 1 reaches 136,500 in FP32" in record.findings[0].message
+    assert "mul in module 1 reaches 136,500 in FP32" in record.findings[0].message
     (capture,) = captured(record)  # later steps begin with NaN and show nothing
     assert steps_captured(record) == [20]
     at = next(number for number, text in enumerate(BUFFERS.splitlines(), start=1) if text.strip() == line)

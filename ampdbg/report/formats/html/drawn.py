@@ -12,7 +12,7 @@ from ampdbg.diagnosis.ranges import Window, window
 from ampdbg.escapes import harmless
 from ampdbg.formats import FLOAT16, headroom_bits
 from ampdbg.levels import precision_of
-from ampdbg.quantities import number, scale, share
+from ampdbg.quantities import in_module, number, scale, share
 from ampdbg.record.findings import Listing, Source
 from ampdbg.record.listings import sources_of
 from ampdbg.record.pins import Pin
@@ -349,7 +349,7 @@ def _seen(record: Record) -> dict[str, list[LineHeadroom]]:
             largest[key] = max(largest.get(key, (size, one)), (size, one), key=lambda made: made[0])
     seen: dict[str, list[LineHeadroom]] = {}
     for (file, line, op), (size, one) in largest.items():
-        words = harmless(f"{op_name(op)}{f' in {one.module}' * bool(one.module)}: {number(size)} in FP32")
+        words = harmless(f"{op_name(op)}{in_module(one.module)}: {number(size)} in FP32")
         if math.isfinite(bits := headroom_bits(size)):
             seen.setdefault(file, []).append((line, round(bits, 2), words))
     return seen
