@@ -533,8 +533,8 @@ SKIPS: tuple[Decision[Scaling], ...] = (
     ),
     Decision(
         UNKNOWN,
-        "the loss scale keeps falling although losses are finite, and no replay shows why",
-        lambda it: it.fails_by_itself and not it.to_blame,
+        "the loss scale keeps falling although losses are finite, and neither a replay nor a scale below 1 shows why",
+        lambda it: it.fails_by_itself and not it.to_blame and it.fails_at_one is None,
         "gradients are not finite in {many:d} of {ran:d} steps, although the loss is; step {narrowest.step:d} narrows "
         "them down to {groups:d} of {run.groups:d} groups: {groups}",
         {"skipped": "many", "narrowest_step": "narrowest.step", "groups": "groups"},

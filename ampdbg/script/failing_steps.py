@@ -88,7 +88,7 @@ class Policy:
         self._looking_at: Why = "end"
         self._taken, self._compared, self._missed = Counter[int](), set[int](), Counter[int]()
         self._in_a_row, self._settling = dict[int, int](), 0
-        self._lost_rows, self._nan_rows = set[int](), set[int]()
+        self._lost_rows, self._seen_in_row = set[int](), set[tuple[int, str]]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
 
     def wants(self, why: Why, optimizer: int, *, has_survived: bool, is_nan: bool, may_settle: bool) -> bool:
@@ -103,11 +103,11 @@ class Policy:
         self._lost_rows.discard(optimizer)
         skips = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         self._taken[optimizer] = 0
-        is_nan = is_nan and optimizer not in self._nan_rows
-        if is_nan:
-            self._nan_rows.add(optimizer)
-        is_informative = is_nan or skips == SKIPS_IN_A_ROW
-        is_owed = (skips == 1 and not may_settle) or (is_informative and self._settling < MOST_OF_A_KIND)
+        kinds = {(optimizer, "NaN"): is_nan, (optimizer, "at the lowest scale"): not may_settle}
+        new = {kind for kind, holds in kinds.items() if holds} - self._seen_in_row
+        self._seen_in_row |= new
+        is_informative = (optimizer, "NaN") in new or skips == SKIPS_IN_A_ROW
+        is_owed = (optimizer, "at the lowest scale") in new or (is_informative and self._settling < MOST_OF_A_KIND)
         is_due = is_owed or (self._is_in_time() and (is_informative or (skips == 1 and has_survived)))
         return is_due and self.is_open(why)
 
@@ -161,7 +161,7 @@ class Policy:
         """End an optimizer's row of failing steps, because the loss scale is not their cause. The next step with
         non-finite gradients starts a new row."""
         self._in_a_row[optimizer] = 0
-        self._nan_rows.discard(optimizer)
+        self._seen_in_row = {kind for kind in self._seen_in_row if kind[0] != optimizer}
 
     def settled(self) -> None:
         """Do not count the current investigation against the limit: the loss scale was only settling."""

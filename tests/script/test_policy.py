@@ -62,6 +62,14 @@ def test_settling_scales_are_replayed_up_to_a_limit_after_the_time_share_is_spen
     assert row(policy, 10) == []
 
 
+def test_the_first_step_of_a_row_whose_scale_cannot_settle_is_replayed_wherever_it_stands() -> None:
+    policy, may_settle = Policy(), [True, True, False, False]
+    wanted = [policy.wants("gradients", 0, has_survived=False, is_nan=False, may_settle=one) for one in may_settle]
+    assert wanted == [False, False, True, False]
+    policy.taken(0)
+    assert policy.wants("gradients", 0, has_survived=False, is_nan=False, may_settle=False)
+
+
 def test_a_step_whose_scale_cannot_settle_is_replayed_even_without_time_left() -> None:
     for may_settle in (True, False):
         policy = Policy()
