@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,13 @@ from torch.utils.flop_counter import flop_registry
 from ampdbg.errors import AmpdbgError
 from ampdbg.ops import CASTS, base_name
 from ampdbg.precision.half_kernels import FUSED_ATTENTION
-from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
+from ampdbg.probes.module_calls import ModulePaths, run_eagerly
 from ampdbg.probes.op_trace import PlacedOps, RunningOp, placed
 from ampdbg.probes.tensors import HALVES, nbytes
-from ampdbg.record.pins import OWN, PinCost
+from ampdbg.record.pins import OWN, PinCost, is_pinned
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.run import NamedLosses, Run, run_pass
-from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
+from ampdbg.replay.snapshot import FailingStep, rewound
 from ampdbg.workload.build import Workload
 
 _ON_CPU = zip(FUSED_ATTENTION.split(), FUSED_ATTENTION.replace("_for_cpu", "").split(), strict=True)
@@ -81,7 +81,7 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
     with run_eagerly(), _Ops(weights) as ops, hooks:
         run_pass(workload, [duplicate(batch)], forward, seen=count)
-    return PassUse(sum(activations.values()), sum(casts.values()), ops.flops)
+    return PassUse(sum(activations.values()), sum(casts.values()), +ops.flops)
 
 
 class _Packed:
@@ -94,34 +94,27 @@ class _Packed:
         self.tensor = tensor.detach()
 
 
-class FlopCount(TorchDispatchMode):
-    """Counts FLOPs by the ``kind`` of an op's first tensor."""
-
-    def __init__(self, kind: Callable[[torch.Tensor], str]) -> None:
-        super().__init__()
-        self._kind = kind
-        self.flops: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
-        formula = FORMULAS.get(getattr(op, "overloadpacket", op))
-        if formula is not None:
-            operand = next((value for value in args if isinstance(value, torch.Tensor)), out)
-            with contextlib.suppress(Exception):  # formulas reject some operands, such as nested tensors
-                self.flops[self._kind(operand)] += int(formula(*args, **(kwargs or {}), out_val=out))
-        return out
+def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOPs of an op that has run, or 0 for one that torch has no formula for."""
+    with contextlib.suppress(Exception):  # a formula rejects some operands, such as nested tensors
+        return int(FORMULAS[getattr(op, "overloadpacket", op)](*args, **(kwargs or {}), out_val=out))
+    return 0
 
 
-class _Ops(FlopCount):
-    """Counts FLOPs, and keeps casts of weights alive so that no other tensor reuses their memory."""
+class _Ops(TorchDispatchMode):
+    """Counts FLOPs by the dtype of an op's first tensor. Keeps casts of weights alive, so that no other tensor reuses
+    their memory."""
 
     def __init__(self, weights: Mapping[int, int]) -> None:
-        super().__init__(lambda operand: str(operand.dtype)[6:])
+        super().__init__()
         self._weights = weights
+        self.flops: Counter[str] = Counter()
         self.casts: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(op, types, args, kwargs)
+        out = op(*args, **(kwargs or {}))
+        operand = next((value for value in args if isinstance(value, torch.Tensor)), out)
+        self.flops[str(getattr(operand, "dtype", ""))[6:]] += flops_of(op, args, kwargs, out)
         if base_name(str(op)) in CASTS and _memory(args[:1]).keys() & self._weights:
             self.casts.update(dict.fromkeys(_memory([out]), out))
         return out
@@ -152,59 +145,59 @@ def _strided(tensor: Any) -> Iterator[torch.Tensor]:
 
 # By module
 
+PlaceOfCode = tuple[str, tuple[str, int]]
+"""The module whose own lines run, and the file and line there, or the line that calls a library."""
+
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The FLOPs and the bytes of half activations of each module's own lines in the forward pass."""
+    """The FLOPs by place, and the bytes of half activations of each module's own lines, in the forward pass."""
 
-    flops: Mapping[str, int]
+    flops: Mapping[PlaceOfCode, int]
     activation_bytes: Mapping[str, int]
 
     def of(self, atoms: Iterable[str]) -> PinCost:
         """Return the share of these atoms: leaf modules, and other modules' own lines (``NAME:own``)."""
         chosen = {atom.removesuffix(OWN) for atom in atoms}
-        flops, size = (sum(each.get(name, 0) for name in chosen) for each in (self.flops, self.activation_bytes))
-        return PinCost(
-            flops / max(1, sum(self.flops.values())), size / max(1, sum(self.activation_bytes.values())), size
-        )
+        size = sum(self.activation_bytes.get(name, 0) for name in chosen)
+        flops = sum(count for (name, _), count in self.flops.items() if name in chosen)
+        return PinCost(_share(flops, sum(self.flops.values())), _share(size, sum(self.activation_bytes.values())), size)
+
+    def share_of_flops(self, pins: Collection[str], lines: Collection[tuple[str, int]]) -> float:
+        """Return the share (0 to 1) of what these lines compute in modules that the pins cover."""
+        there = (count for (name, line), count in self.flops.items() if line in lines and is_pinned(name, pins))
+        return _share(sum(there), sum(self.flops.values()))
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
-    """Run the step's forward pass twice more, to measure half outputs and to count FLOPs."""
+    """Run the step's forward pass once more, to measure half outputs and to count FLOPs."""
     model, snapshot = run.workload.model, failing.snapshot
-    with rewound(model, snapshot), placed(model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
-        _run_forward(run, snapshot)
-    return StepCosts(_own_flops(run, snapshot), outputs.sizes)
+    with rewound(model, snapshot), placed(model, OwnCosts) as costs, contextlib.suppress(AmpdbgError):
+        for batch in snapshot.batches:
+            with run.mode.forward():
+                run.workload.losses(batch)
+    return StepCosts(costs.flops, costs.sizes)
 
 
-class _HalfOutputs(PlacedOps):
-    """Sums the bytes of half outputs of each module's ops."""
+class OwnCosts(PlacedOps):
+    """Sums the FLOPs by place, and the bytes of half outputs by module."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
+        self.flops: Counter[PlaceOfCode] = Counter()
         self.sizes: Counter[str] = Counter()
+        self._flops = 0
+
+    def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
+        out = super().run(op, args, kwargs, written)
+        self._flops = flops_of(op, args, kwargs, out)
+        return out
 
     def after(self, op: RunningOp) -> None:
+        line = getattr(op.place.line, "caller", op.place.line) or ("", 0)
+        self.flops[op.place.module, line[:2]] += self._flops
         self.sizes[op.place.module] += sum(nbytes(one) for one in op.results if one.dtype in HALVES)
 
 
-def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
-    """Return FLOPs by the module whose own lines run, whichever module calls it; empty if an error is raised."""
-    model = run.workload.model
-    try:
-        with (
-            rewound(model, snapshot),
-            run_eagerly(),
-            module_paths(model) as paths,
-            FlopCount(lambda operand: paths.current[0]) as counter,
-        ):
-            _run_forward(run, snapshot)
-    except (AmpdbgError, AssertionError, RuntimeError):
-        return {}
-    return dict(counter.flops)
-
-
-def _run_forward(run: Run, snapshot: Snapshot) -> None:
-    for batch in snapshot.batches:
-        with run.mode.forward():
-            run.workload.losses(batch)
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -16,6 +16,7 @@ from types import FunctionType
 
 import torch
 
+from ampdbg.costs.step import StepCosts
 from ampdbg.patch.by_name import edit_maker
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, LinePin, Refused, edit_source
@@ -25,25 +26,26 @@ from ampdbg.patch.statements import NOTHING_COMPUTED
 from ampdbg.pinning.pin_set import grouped_by_shared_key, tied_together
 from ampdbg.probes.half_names import LineNames, NamesByLine
 from ampdbg.probes.makings import Constructions
-from ampdbg.quantities import module_name
+from ampdbg.quantities import module_name, percent
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, PatchUnit, Pin, in_words, is_pinned, within
+from ampdbg.record.pins import EVERYTHING, OWN, PatchUnit, Pin, in_words, is_pinned, within
 from ampdbg.source.ownership import is_users_file
 from ampdbg.source.source_file import EditError, read_source
 
-FEW = 2
-"""An edit may add this many unpinned modules to FP32, or as many as it pins if that is more."""
+LITTLE = 0.1
+"""An edit may add this share of the step's FLOPs to FP32 in unpinned modules, or as much as in pinned ones."""
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """The inputs of a plan: the model, its pins, the lines to wrap, and the half tensors' names on them."""
+    """The inputs of a plan: the model with its pins and costs, the lines to wrap, and the half tensors' names there."""
 
     model: torch.nn.Module
     pins: tuple[Pin, ...]
     lines: OwnLines
     names: NamesByLine
     makings: Constructions
+    costs: StepCosts
 
     @functools.cached_property
     def edited(self) -> Callable[[str, tuple[LinePin, ...]], Edited]:
@@ -56,14 +58,19 @@ class PlanInputs:
 
         return edited
 
+    @property
+    def module_pins(self) -> list[str]:
+        """The names of the pins of modules, and of their own lines."""
+        return [pin.name for pin in self.pins if pin.source is None]
+
 
 @dataclass(frozen=True)
 class Placement:
     """One edit for one or more pins; ``refused`` holds the reasons if it cannot be made.
 
     ``source`` is None for a pin by name, which the helper applies. ``method`` is the qualified name of the edited
-    method of the model. ``sharing`` says how many modules run it, if not all are pinned. ``is_wide`` is True if these
-    are many more than are pinned. ``notes`` are for the reader of the patch.
+    method of the model. ``sharing`` says how many modules run it and the cost, if not all are pinned. ``is_wide`` is
+    True if that costs much more than the pins. ``notes`` are for the reader of the patch.
     """
 
     title: str
@@ -176,17 +183,24 @@ def _decided(title: str, pin: Pin, file: str, source: LinePin, materials: PlanIn
     """Return the placement with its refusals and sharing."""
     refused = _in_file(file, materials.edited(file, (source,)).refused)
     place = Placement(title, file, source, (pin.name,), refused=refused)
-    function = method_at(file, source.lines[0], materials.model)
+    function = None if refused else method_at(file, source.lines[0], materials.model)
     if function is None:
         return place
-    running, pinned = _running_and_pinned(function, source, materials)
+    running, lines = _modules_edited(function, file, source, materials)
+    pinned = [name for name in running if is_pinned(name.removesuffix(OWN), materials.module_pins)]
+    # A producer's line may run in modules that are not pinned, of which one must run it.
+    edited = running, pinned or running[:1]
+    all_cost, own_cost = (materials.costs.share_of_flops(names, lines) for names in edited)
     kind = function.__qualname__.split(".")[-2:][0]
-    sharing = f"applies to all {running} instances of {kind}, {pinned} of them in the set"
+    sharing = (
+        f"applies to all {len(running)} instances of {kind}, {len(pinned)} of them in the set: "
+        f"{percent(all_cost - own_cost)} more of the step's FLOPs in FP32"
+    )
     return replace(
         place,
         method=function.__qualname__,
-        sharing=sharing if max(pinned, 1) < running else "",
-        is_wide=running - pinned > max(FEW, pinned),
+        sharing=sharing if max(len(pinned), 1) < len(running) else "",
+        is_wide=all_cost - own_cost > max(LITTLE, own_cost),
     )
 
 
@@ -297,18 +311,24 @@ def _best(pin: Pin, materials: PlanInputs, ways: Sequence[PlacementRule]) -> tup
     return wide, [] if wide else refused or [Refused(0, why_none)]
 
 
-def _running_and_pinned(function: FunctionType, source: LinePin, materials: PlanInputs) -> tuple[int, int]:
-    """Count the modules that run the edited method, and the pinned ones among them or their called children."""
+def _modules_edited(
+    function: FunctionType, file: str, source: LinePin, materials: PlanInputs
+) -> tuple[list[str], set[tuple[str, int]]]:
+    """Return the pins that the edit of a method amounts to: all its instances' own lines, or their called children.
+
+    Also return the lines that then run in FP32: the edited statements, or any that the children run.
+    """
     modules = dict(materials.model.named_modules())
     # A class runs this method rather than an override.
     kinds = {kind for kind in map(type, modules.values()) if function in functions_run(kind, function.__name__)}
     running = [path for path, module in modules.items() if type(module) in kinds]
     child = source.callee.rpartition(".")[2]
-    called = [".".join(filter(None, (name, child))) for name in running]
-    pins = [pin.name for pin in materials.pins if pin.source is None]
+    called = [f"{name}.{child}".removeprefix(".") for name in running]
     # The callee in a library call is not a child module.
-    pinned = sum(is_pinned(name, pins) for name in (called if {*called} <= modules.keys() else running))
-    return len(running), pinned
+    if {*called} <= modules.keys():
+        return called, {line for _, line in materials.costs.flops}
+    located = read_source(Path(file).read_bytes())
+    return [name + OWN for name in running], {(file, one) for line in source.lines for one in located.at(line).span}
 
 
 def _merged(placements: Sequence[Placement], materials: PlanInputs) -> Iterator[Placement]:
@@ -342,8 +362,7 @@ def _blocks(file: str, source: LinePin, materials: PlanInputs) -> list[tuple[int
 
 def _parts(placements: Sequence[Placement], materials: PlanInputs) -> tuple[tuple[Placement, ...], ...]:
     """Group the placements into parts that can be omitted; tied modules, pinned together, are one part."""
-    names = [pin.name for pin in materials.pins if pin.source is None]
-    tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
+    tied = [part for part in tied_together(materials.module_pins, materials.model) if len(part) > 1]
     ties = {name: part for part in tied for name in part}
     return grouped_by_shared_key(placements, lambda place: (ties[pin] for pin in place.pins if pin in ties))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.config.schema import Config
+from ampdbg.costs.step import step_costs
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
@@ -285,6 +286,7 @@ def _materials(ended: Bisected) -> PlanInputs:
     edited = lines_that_may_be_edited(pins, lines, model) | {(one.file, one.line) for one in _constants(ended.record)}
     with weights_of(model, first), names_seen(edited) as names:
         replay_step(run, first.snapshot, half)
+        costs = step_costs(run, first)
     # Prefer names seen in the replay. For lines that it does not run, use the names seen in the run.
     seen = {line: found for line, found in names.items() if found.half or found.full}
-    return PlanInputs(model, pins, lines, {**run.names, **seen}, run.makings)
+    return PlanInputs(model, pins, lines, {**run.names, **seen}, run.makings, costs)

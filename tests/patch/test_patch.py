@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from ampdbg.costs.step import OwnCosts, StepCosts
 from ampdbg.patch.edits import LinePin
 from ampdbg.patch.file_edits import lines_title
 from ampdbg.patch.own_lines import OwnLines, UsersCall
@@ -17,6 +18,7 @@ from ampdbg.patch.plan import Patch, PlanInputs, lines_that_may_be_edited, plann
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
 from ampdbg.probes.makings import Constructions
+from ampdbg.probes.op_trace import placed
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
 from ampdbg.source.ownership import Line
@@ -57,9 +59,11 @@ class Written:
         """The patch. ``calls`` map library lines to user calls; every module has the lines ``close`` to the limit."""
         lines = OwnLines(dict.fromkeys((pin.module for pin in pins), frozenset(close)), frozenset(), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
-        with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
+        autocast = torch.autocast("cpu", dtype=torch.float16)
+        with names_seen(wanted) as names, cuda_on_cpu(), autocast, placed(self.model, OwnCosts) as seen:
             self.model(torch.ones(2, 3, 4))
-        return planned(PlanInputs(self.model, tuple(pins), lines, names, self.makings))
+        costs = StepCosts(seen.flops, seen.sizes)
+        return planned(PlanInputs(self.model, tuple(pins), lines, names, self.makings, costs))
 
     def changed(self, patch: Patch) -> str:
         """The lines that the patch adds, without their common indentation."""
@@ -163,10 +167,16 @@ def test_a_call_is_edited_in_an_inherited_or_decorated_forward(write: Write, nam
     assert titles(net.planned(net.pin(name, "return x + self.proj(x)"))) == [title]
 
 
+def sharing(kind: str, instances: int, pinned: int, cost: str) -> str:
+    """The note of an edit that more modules run than are pinned."""
+    counts = f"applies to all {instances} instances of {kind}, {pinned} of them in the set"
+    return f"{counts}: {cost} more of the step's FLOPs in FP32"
+
+
 def test_a_note_counts_the_unpinned_instances_that_inherit_the_edited_forward(write: Write) -> None:
     net = write(INHERITED)
     (inherited,) = net.planned(net.pin("0.proj", "return x + self.proj(x)")).units
-    assert inherited.notes == ("applies to all 2 instances of Block, 1 of them in the set",)
+    assert inherited.notes == (sharing("Block", 2, 1, "20%"),)
     pins = [net.pin(f"{i}.proj", "return x + self.proj(x)") for i in (0, 1)]
     assert [unit.notes for unit in net.planned(*pins).units] == [()]
 
@@ -177,8 +187,8 @@ OWN = module("GLU", "h = self.proj(x)\nreturn h * h.abs()", PROJ) + build("nn.Se
 def test_a_note_counts_all_instances_and_pinned_instances_of_an_edited_class(write: Write) -> None:
     net = write(OWN)
     pins = [net.pin(f"{i}:own", "h * h.abs()") for i in range(3)]
-    assert net.planned(pins[1]).units[0].notes == ("applies to all 3 instances of GLU, 1 of them in the set",)
-    assert net.planned(*pins[1:]).units[0].notes == ("applies to all 3 instances of GLU, 2 of them in the set",)
+    assert net.planned(pins[1]).units[0].notes == (sharing("GLU", 3, 1, "0%"),)
+    assert net.planned(*pins[1:]).units[0].notes == (sharing("GLU", 3, 2, "0%"),)
     assert net.planned(*pins).units[0].notes == ()
     assert net.planned(net.pin("1:own", "h * h.abs()"), Pin("")).units[0].notes == ()
 
@@ -283,13 +293,11 @@ WRAPPER = module("Layer", "return torch.relu(self.proj(x))", PROJ) + build(
 )
 
 
-def test_a_module_is_pinned_by_name_if_few_instances_of_its_class_are_pinned(write: Write) -> None:
+def test_a_module_is_pinned_by_name_if_its_siblings_would_cost_more_than_the_pins(write: Write) -> None:
     net = write(WRAPPER)
     patch = net.planned(net.pin("1.proj", "self.proj(x)"))
     assert titles(patch) == ["1.proj, by name"]
-    assert patch.units[0].notes == (
-        "self.proj() in Layer.forward of net.py applies to all 5 instances of Layer, 1 of them in the set",
-    )
+    assert patch.units[0].notes == (f"self.proj() in Layer.forward of net.py {sharing('Layer', 5, 1, '80%')}",)
 
 
 def test_a_pin_by_name_on_a_copied_model_is_refused(write: Write) -> None:
@@ -299,6 +307,28 @@ def test_a_pin_by_name_on_a_copied_model_is_refused(write: Write) -> None:
     net = write(f"import copy\n\n\n{looped}def build():\n    model = Net()\n    return copy.deepcopy(model)\n")
     (refused,) = net.planned(net.pin("layers.0", "x = layer(x)")).unneeded_refusals
     assert refused.reason.startswith("no line of your code is known to create or call layers.0: a copied or unpickled")
+
+
+def attention(line: str) -> str:
+    """A model of six modules with the same own lines, each with a layer of 8 units for each of the 4 inputs."""
+    lines = f"q = self.wide(x)\nsimilar = {line}\nreturn x + similar.mean()"
+    made = "self.wide, self.gate = nn.Linear(4, 32), nn.Parameter(torch.ones(32, 32))"
+    return module("Attention", lines, made) + build("nn.Sequential(*(Attention() for _ in range(6)))")
+
+
+def test_a_cheap_line_of_few_instances_is_edited_in_the_class(write: Write) -> None:
+    net = write(attention("q.mean(-1) @ q.mean(-1).T"))
+    patch = net.planned(*(net.pin(f"{i}:own", "similar =") for i in (2, 4)))
+    assert titles(patch) == [f"line {net.line('similar =')} of net.py"]
+    assert patch.units[0].notes == (sharing("Attention", 6, 2, "1%"),)
+
+
+def test_a_costly_line_of_few_instances_is_pinned_by_name(write: Write) -> None:
+    net = write(attention("q @ self.gate"))
+    patch = net.planned(*(net.pin(f"{i}:own", "similar =") for i in (2, 4)))
+    assert titles(patch) == ["module 2 (its own lines), by name", "module 4 (its own lines), by name"]
+    cost = sharing("Attention", 6, 2, "59%")
+    assert patch.units[0].notes[0] == f"line {net.line('similar =')} of net.py {cost}"
 
 
 def test_a_class_is_edited_if_most_of_its_instances_are_pinned(write: Write) -> None:

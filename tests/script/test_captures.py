@@ -169,6 +169,58 @@ def test_a_library_module_is_kept_in_fp32_after_the_line_that_makes_the_model(tm
         assert (patched.code, record.verdict) == (0, "healthy")
 
 
+STACK = scripts.loop("""
+class Attention(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.inner, self.gain = nn.Linear(32, 96), gain
+
+    def forward(self, x):
+        q, k, v = (self.inner(x) * self.gain).chunk(3, dim=-1)
+        SIM
+        return x + (sim / 1e6).softmax(dim=-1) @ v / self.gain
+
+net = nn.Sequential(*(Attention(float(sys.argv[1]) if n in (2, 4) else 1.0) for n in range(6)), nn.Linear(32, 1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=16.0)
+for step in range(3):
+    x = torch.randn(8, 4, 32, device="cuda")
+    with torch.autocast("cuda"):
+        loss = net(x).pow(2).mean()
+    STEP
+""")
+"""Six attentions of one class. With a factor of 1e3 two of them overflow; not with 1."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sim", ["q @ k.transpose(-1, -2)", 'torch.einsum("bid,bjd->bij", q, k)'])
+def test_a_line_that_overflows_in_two_of_six_modules_is_edited_in_their_class(tmp_path: Path, sim: str) -> None:
+    run(tmp_path, STACK.replace("SIM", f"sim = {sim}"), "1e3")
+    result, record = run_on_capture(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
+    assert (result.code, [pin.name for pin in record.pins]) == (0, ["2:own", "4:own"])
+    assert record.handover is not None
+    (unit,) = record.handover.units
+    assert unit.notes[0].startswith("applies to all 6 instances of Attention, 2 of them in the set: ")
+    assert "_keep_in_fp32" not in (tmp_path / "train.py").read_text(encoding="utf-8")
+    for factor in ("1e3", "1"):
+        patched, record = run(tmp_path, (tmp_path / "train.py").read_text(encoding="utf-8"), factor)
+        assert (patched.code, record.verdict) == (0, "healthy")
+
+
+@pytest.mark.slow
+def test_modules_of_an_installed_class_are_pinned_by_name(tmp_path: Path) -> None:
+    head, model = STACK.replace("SIM", "sim = q @ k.transpose(-1, -2)").split("class Attention")
+    attention, rest = model.split("net = ", 1)
+    (installed := tmp_path / "site-packages").mkdir()
+    (installed / "stack.py").write_text(f"{head}class Attention{attention}", encoding="utf-8")
+    path = f"import sys; sys.path.insert(0, {str(installed)!r})\n"
+    run(tmp_path, f"{path}{head}from stack import Attention\nnet = {rest}", "1e3")
+    result, record = run_on_capture(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    assert (result.code, [pin.name for pin in record.pins]) == (0, ["2", "4"])
+    assert record.handover is not None
+    assert [unit.title for unit in record.handover.units] == ["module 2, by name", "module 4, by name"]
+
+
 @pytest.mark.slow
 def test_clipping_before_unscaling_does_not_hide_an_overflow(tmp_path: Path) -> None:
     early = scripts.PLAIN.replace("        scaler.unscale_(optimizer)\n", "")
