@@ -33,7 +33,7 @@ from ampdbg.source.ownership import is_users_file
 from ampdbg.source.source_file import EditError, read_source
 
 LITTLE = 0.1
-"""An edit may add this share of the step's FLOPs to FP32 in unpinned modules, or as much as in pinned ones."""
+"""An edit may move this share of FLOPs in unpinned modules to FP32, or as much as in pinned ones."""
 
 
 @dataclass(frozen=True)

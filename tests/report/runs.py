@@ -92,7 +92,7 @@ class Interrupt(Observer):
 
 
 RUNS: dict[str, Callable[[], Record]] = {
-    "scan_healthy": zoo("scan", "residual_add", overrides=("model.args.size=10.0", "precision.loss_scale.init=1024")),
+    "scan_healthy": zoo("scan", "residual_add", overrides=("model.args.size=1.0", "precision.loss_scale.init=1024")),
     "scan_calibration": zoo("scan", "calibration"),
     "scan_forward_overflow": zoo("scan", "scores_before_scaling"),
     "scan_gradient_overflow": zoo("scan", "gradient_overflow"),

@@ -131,7 +131,7 @@ OUTCOMES = {
     "bisect_gradients": Outcome(
         findings=(GRADIENT, COLLAPSE),
         pins=(("body", ("backward", CAST, 27)), ("head", ("backward", CAST, 28))),
-        search=("guided", "found", 0, True, 11, 3),
+        search=("guided", "found", 0, True, 7, 3),
     ),
     "bisect_example": Outcome(
         findings=(("forward-overflow", "error", 18, "forward", "", "aten.mul.Tensor", 45),),
@@ -174,12 +174,12 @@ OUTCOMES = {
         ),
     ),
     "run": Outcome(findings=(OF_SCRIPT, COLLAPSE), captures=1),
-    "replay": Outcome(findings=(OF_SCRIPT,), steps=(2, 2, 32768.0), captures=1),
+    "replay": Outcome(findings=(OF_SCRIPT,), steps=(1, 1, 65536.0), captures=1),
     "suggestion_capture": Outcome(
         findings=(OF_SCRIPT,),
-        steps=(2, 2, 32768.0),
+        steps=(1, 1, 65536.0),
         pins=(("attention:own", ("forward", BMM, 16)),),
-        search=("guided", "found", 1, True, 3, 0),
+        search=("guided", "found", 0, True, 3, 0),
         patch=("train.py", "lines 16 to 17 of train.py", True, 8),
         captures=1,
     ),
