@@ -172,4 +172,4 @@ def test_each_step_of_loops_in_several_threads_is_counted_once(gain: str, tmp_pa
     assert result.stdout == "[None, None, None]\n"
     assert Counter(step.step for step in record.steps) == Counter(range(12))
     assert sum(step.skipped for step in record.steps) == (0 if gain == "1.0" else 12)
-    assert (len(record.steps), record.steps_run, record.error, record.investigations) == (12, 12, "", ())  # 4 each
+    assert (len(record.steps), record.steps_run, record.error, record.investigations) == (12, 4, "", ())  # 4 each
