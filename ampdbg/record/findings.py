@@ -71,9 +71,9 @@ class Finding:
 
     @property
     def at_step(self) -> str:
-        """The step as reports name it, with its number among those of its optimizer if several take turns."""
+        """The step as reports name it, with the iteration if several optimizers take turns."""
         iteration = self.evidence.get("iteration")
-        return f"step {self.step}" + (f" (step {iteration} of its optimizer)" if isinstance(iteration, int) else "")
+        return f"step {self.step}" + (f" (iteration {iteration})" if isinstance(iteration, int) else "")
 
     @property
     def where(self) -> tuple[str, ...]:

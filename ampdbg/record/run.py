@@ -819,9 +819,9 @@ class Record:
 
     @property
     def steps_run(self) -> int:
-        """The number of completed steps of all optimizers. It includes the steps that a long run omits, because
-        ``steps`` has the last step of each optimizer."""
-        return sum({step.optimizer: step.iteration + 1 for step in self.steps}.values())
+        """The number of completed steps of the optimizer with the most steps: the iterations of the loop. It
+        includes the steps that a long run omits, because ``steps`` always has the last one."""
+        return max((step.iteration + 1 for step in self.steps), default=0)
 
     @property
     def scaled_steps(self) -> tuple[Step, ...]:

@@ -189,9 +189,14 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
 
 
 def _skips(timeline: Record, record: Record) -> str:
-    if not timeline.steps_skipped:  # then no optimizer skipped one: the timeline with the most skips is shown
-        return f"none of {counted(record.steps_run, 'step')} skipped"
+    if not timeline.steps_skipped:
+        return f"none of {_ran(record)} skipped"
     return f"{timeline.steps_skipped:,} of {counted(timeline.steps_run, 'step')}{record.whose(timeline)} skipped"
+
+
+def _ran(record: Record) -> str:
+    """Return how long the loop ran: in steps, or in iterations if several optimizers take turns."""
+    return counted(record.steps_run, "iteration" if record.timelines[1:] else "step")
 
 
 def _how_it_ends(record: Record) -> str:
@@ -258,8 +263,9 @@ def group_table(record: Record) -> view.Table:
         for group in step.groups:
             events.setdefault(group.index, []).append((step.step, group))
     groups = sorted(events.values(), key=lambda of_group: (of_group[0][0], -len(of_group), of_group[0][1].index))
+    steps = len({step.iteration for step in hit})
     return view.Table(
-        f"Non-finite gradients, in {len(hit):,} of {counted(record.steps_run, 'step')}"
+        f"Non-finite gradients, in {steps:,} of {_ran(record)}"
         f"{AMONG.format(len(record.steps)) * bool(record.left_out.unhealthy)}",
         GROUP_COLUMNS * bool(groups),
         tuple(_group_row(of_group, len(listing)) for of_group in groups[:MAX_GROUPS]),
@@ -334,13 +340,12 @@ def _tensor_table(record: Record) -> view.Table:
 
 def _facts(record: Record) -> Iterator[str]:
     several = record.timelines[1:]
-    yield counted(record.steps_run, "step") + f" of {len(record.timelines)} optimizers" * bool(several)
+    yield _ran(record)
     for timeline in sorted(
         record.timelines[:MAX_OPTIMIZERS], key=lambda one: [step.optimizer for step in one.steps[:1]]
     ):
         facts = list(_facts_of(timeline, record))
-        ran = counted(timeline.steps_run, "step")
-        yield from [f"optimizer {timeline.steps[0].optimizer}: {ran}, {', '.join(facts)}"] if several else facts
+        yield from [f"optimizer {timeline.steps[0].optimizer}: {', '.join(facts)}"] if several else facts
     by_skip = (group for one in record.timelines for group in groupby(one.steps, attrgetter("skipped")))
     rows = [len(list(row)) for skipped, row in by_skip if not skipped]
     if is_uncompared(record) and max(rows, default=0) <= STEPS_BEFORE_COMPARISON:

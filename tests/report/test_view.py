@@ -115,5 +115,5 @@ def test_a_finding_and_its_effect_have_the_same_place_in_every_format(name: str)
     record = replace(healthy(), findings=(root, effect))
     shown = written(record, CommandContext("c.yaml", "r.json", "/home/me"), Look(140, color=False, unicode=True), name)
     text = " ".join(html.unescape(re.sub(r"<[^>]*>|\\|\u200b", "", shown)).split())
-    assert "step 6 (step 3 of its optimizer) · backward · net.a · mul · net.a.weight" in text
-    assert "scale-collapse at step 7 (step 4 of its optimizer): m" in text
+    assert "step 6 (iteration 3) · backward · net.a · mul · net.a.weight" in text
+    assert "scale-collapse at step 7 (iteration 4): m" in text

@@ -45,7 +45,7 @@ def skips(record: Record) -> dict[int, list[int]]:
 
 def test_an_unscaled_step_between_scaler_step_and_update_is_named_and_replayed(tmp_path: Path) -> None:
     result, record = run(tmp_path, TEMPERATURE, "6")
-    assert (result.code, record.verdict, record.steps_run) == (1, "precision", 28)
+    assert (result.code, record.verdict, record.steps_run) == (1, "precision", 14)
     assert first_finding(record) == ("forward-overflow", 13, "", OVERFLOW)
     assert record.findings[0].evidence["iteration"] == 6
     assert skips(record) == {0: list(range(7, 14)), 1: []}
