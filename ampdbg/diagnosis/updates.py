@@ -158,17 +158,17 @@ class HalfUpdates(Evident):
         if first not in (None, last):
             return f"The decay went from {number(first)} to {number(last)}"
         distance = multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - last), 1.0)
-        return f"At a decay of {last:g} no value moves whose weight is less than {distance} its size away from it"
+        return f"At a decay of {last:g} only values that differ from their weight by over {distance} their size move"
 
     @property
     def of_kinds(self) -> str:
         """The lost share of the frozen parameters, of the kinds that lose most of their movement, and of all."""
         shares = [one.lost for one in self.seen.frozen]
         ends = dict.fromkeys(f"{end(shares):.0%}" for end in (min, max)) if shares else {}
-        frozen = [f"{' to '.join(ends)} of these"] if ends else []
+        frozen = [f"{' to '.join(ends)} in these parameters"] if ends else []
         kinds = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
         judged = f"the {self.judged_share} that could be judged" if self.judged_share else "all half weights"
-        return listed([*frozen, *(f"{one.lost:.0%} of {one.kind}" for one in kinds), f"{self.lost:.0%} of {judged}"], 9)
+        return listed([*frozen, *(f"{one.lost:.0%} in {one.kind}" for one in kinds), f"{self.lost:.0%} in {judged}"], 9)
 
     @property
     def parts(self) -> str:
@@ -216,7 +216,7 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
     ),
 )
 
-FORECAST = "[. With such gradients a step moves few values below learning rates of {forecast}]"
+FORECAST = "[. With such gradients most values stay still at learning rates below {forecast}]"
 
 STILL_AVERAGES = (
     "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. Of the way of all "
@@ -243,10 +243,10 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         FROZEN,
         "a parameter loses over 90 % of its way, which costs over 0.02 % of what half weights gain",
         lambda it: bool(it.seen.frozen),
-        "{stillest:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Lost of the way that float32 "
-        "weights go in them: {of_kinds}"
-        "[. To first order rounding takes {seen.cost:percent} of what half weights gain in these steps, and in these "
-        "parameters {seen.cost_of_still:percent}]" + FORECAST,
+        "{stillest:half parameter} hardly moved in {seen.steps:sampled step}: {still}. Rounding loses this much of "
+        "the movement of float32 weights: {of_kinds}"
+        "[. By a first-order estimate that costs {seen.cost:percent} of the loss's fall, and in these parameters "
+        "{seen.cost_of_still:percent}]" + FORECAST,
         {PARAMETERS: "stillest.name", **LOST},
     ),
     Decision(
@@ -265,9 +265,9 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         "every parameter moves, but over half of the masters' way is lost, by gradients or by weight decay; or over a "
         "quarter, which costs over 10 % of what half weights gain",
         lambda it: it.is_lost,
-        "lost of the way that float32 weights go in {seen.steps:sampled step}: {of_kinds}; it is "
+        "in {seen.steps:sampled step} rounding loses this much of the movement of float32 weights: {of_kinds}; it is "
         "{parts}, for the {what_is_small} below half a unit in the last place of the weights"
-        "[. To first order that costs {seen.cost:percent} of the loss's fall]" + FORECAST,
+        "[. By a first-order estimate that costs {seen.cost:percent} of the loss's fall]" + FORECAST,
         LOST,
         severity="warning",
     ),

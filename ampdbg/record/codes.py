@@ -267,7 +267,7 @@ _GRADIENTS = (
         "keep the parameters, or only those named here, in float32 and let autocast choose each op's dtype "
         "(from_pretrained(..., dtype=torch.float32)); or use an optimizer with stochastic rounding (torchao's "
         "AdamW8bit with bf16_stochastic_round=True) or with compensation (torch-optimi's AdamW); a fused "
-        "optimizer rounds alike, and a learning rate at which these move breaks what moves now",
+        "optimizer rounds alike, and a learning rate high enough for these is too high for the rest",
         "Some half-precision weights do not move: their updates are too small to change the rounded values.",
     ),
     _of_half_weights(

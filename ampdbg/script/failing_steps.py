@@ -466,7 +466,9 @@ class FailingSteps:
             self._policy.still_compares(place)
             raise
         if hooks_half_weights(live.recorded.model):
-            raise NotReplayableError("its half weights have a wrapper's hooks, which a replay in FP32 would take away")
+            raise NotReplayableError(
+                "a wrapper such as DDP hooks its half weights, and a replay in FP32 would remove the hooks"
+            )
         made = live.investigated()
         if not is_finite(made.low):  # a failing step, which is investigated as such
             self._policy.still_compares(live.facts.optimizer)
@@ -480,7 +482,7 @@ class FailingSteps:
                 "its weights or earlier losses have grown as under a learning rate that is too large"
             )
         if not made.reference.grad_norm:
-            raise NotReplayableError("in FP32 its losses give no weight of a module a gradient other than zero")
+            raise NotReplayableError("in FP32 the gradients of its modules' weights are all zero or missing")
         if fault.is_fault and self.captures.are_wanted:
             self._capture(live)
         self.found[:] = kept([*self.found, made])

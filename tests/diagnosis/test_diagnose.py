@@ -956,7 +956,7 @@ def test_movement_lost_in_part_is_a_warning_if_it_costs_a_tenth_of_the_fall_of_t
 ) -> None:
     found = diagnosed("." * 40, updates=Updates(20, lost=lost, lost_gradient=lost, cost=cost)).findings
     assert [(one.code, one.severity) for one in found] == [("optimizer-underflow", "warning")] * is_found
-    assert not found or "To first order that costs 17% of the loss's fall" in found[0].message
+    assert not found or "By a first-order estimate that costs 17% of the loss's fall" in found[0].message
 
 
 def test_of_several_stuck_moments_the_finding_names_the_largest_first() -> None:
