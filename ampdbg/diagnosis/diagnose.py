@@ -10,7 +10,7 @@ from typing import Any
 
 from ampdbg.diagnosis.cause import CAUSES, ITSELF, LOST, nonfinite_loss
 from ampdbg.diagnosis.decisions import Decision, Subject, holding
-from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, casts, contracts
+from ampdbg.diagnosis.dtype_contract import CASTS, CONTRACT, COUNTS, casts, contracts, counts
 from ampdbg.diagnosis.hidden_faults import HIDDEN, hidden_faults
 from ampdbg.diagnosis.losses import leapt, losses_of, risen
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
@@ -63,6 +63,7 @@ ORDER_OF_DECISION = (
     _table("A healthy step, by its replays", hidden_faults, HIDDEN),
     _table("Updates that half weights lose", half_updates, SMALL),
     _table("Buffers that were cast with the model", casts, CASTS),
+    _table("Counts in half", counts, COUNTS),
     _table("What was asked for", contracts, CONTRACT),
     Family("Calls that do little harm", doubtful_misuses),
     Family("What grows towards a limit", ahead),

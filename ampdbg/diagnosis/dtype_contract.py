@@ -1,16 +1,18 @@
-"""Findings about dtypes: the run contradicts the requested precision, or a cast rounded float32 buffers."""
+"""Findings about dtypes: the run contradicts the requested precision, or half cannot hold a buffer's values."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ampdbg.diagnosis.decisions import KEPT, Decision, Evident
-from ampdbg.formats import FORMATS, HALF_NAMES
+from ampdbg.diagnosis.producers import format_of
+from ampdbg.formats import FORMATS, HALF_NAMES, FloatFormat
 from ampdbg.quantities import listed
-from ampdbg.record.run import CastBuffer, Record
+from ampdbg.record.run import CastBuffer, HalfCount, Record
 
 NOT_HALF, HALF_WEIGHTS, ROUNDED = "not-half", "half-weights", "rounded-buffer"
 
@@ -81,6 +83,48 @@ class CastTogether(Evident):
         return {"step": 0, "phase": "forward", "source": self.first.source}
 
 
+@dataclass(frozen=True)
+class RunningCount(Evident):
+    """A count in half, ``seen`` in a run. At its ``limit`` a further step rounds to nothing."""
+
+    seen: HalfCount
+
+    @property
+    def format(self) -> FloatFormat:
+        return format_of(self.seen.dtype)
+
+    @property
+    def limit(self) -> float:
+        """The lowest power of two at which a step is at most half a unit in the last place."""
+        return math.ldexp(1.0, math.ceil(math.log2(self.seen.step)) + self.format.precision)
+
+    @property
+    def lost(self) -> float:
+        """The number of steps between the count and its value without rounding."""
+        return (self.seen.expected - self.seen.value) / self.seen.step
+
+    @property
+    def off(self) -> float:
+        """The share by which the count misses its value without rounding."""
+        return 1.0 - self.seen.value / self.seen.expected if self.seen.expected else math.inf
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        return {"buffers": [self.seen.name], "step_of_count": self.seen.step, "limit": self.limit}
+
+    def place(self, row: Decision[Any]) -> Mapping[str, Any]:
+        return {"step": 0, "phase": "forward", "remedy": COUNT_IN}
+
+
+COUNT_IN = "keep the count in float32, or in an integer"
+
+LOST = 3.0
+"""A count at its limit has stopped if at least this many steps are missing: an epoch's last one may be smaller."""
+
+ENDLESS = 0.1
+"""A count below its limit was never cleared if it misses at most this share. A skipped step's writes are not expected.
+"""
+
 CONTRACT: tuple[Decision[ContractOfRun], ...] = (
     Decision(
         NOT_HALF,
@@ -131,6 +175,25 @@ CASTS: tuple[Decision[CastTogether], ...] = (
 )
 
 
+COUNTS: tuple[Decision[RunningCount], ...] = (
+    Decision(
+        ROUNDED,
+        "a scalar in half grew by equal steps, and stays where a further step rounds away",
+        lambda it: it.seen.value >= it.limit and it.lost >= LOST,
+        "{seen.name} is {format.short}, and each write adds {seen.step}: it stays at {seen.value}, where a further "
+        "{seen.step} rounds away; without rounding it would be {seen.expected}",
+    ),
+    Decision(
+        ROUNDED,
+        "a scalar in half grows by equal steps, and has not reached the limit where a further step rounds away",
+        lambda it: it.seen.value < it.limit <= it.format.largest and abs(it.off) <= ENDLESS,
+        "{seen.name} is {format.short}, and each write adds {seen.step}: it will stay at {limit}, where a further "
+        "{seen.step} rounds away",
+        severity="info",
+    ),
+)
+
+
 def contracts(record: Record) -> Iterator[ContractOfRun]:
     """Yield the requests for a precision, with what happened."""
     half, mixed, full = (
@@ -141,6 +204,11 @@ def contracts(record: Record) -> Iterator[ContractOfRun]:
     kinds = list(dict.fromkeys(kind for kind, names in lowered if names))
     dtype = listed(sorted({FORMATS[name].short for _, names in lowered for name in names}))
     yield ContractOfRun(record.environment.policy == "none", half, mixed, full, dtype, kinds)
+
+
+def counts(record: Record) -> Iterator[RunningCount]:
+    """Yield the counts in half."""
+    return map(RunningCount, record.half_counts)
 
 
 def casts(record: Record) -> Iterator[CastTogether]:

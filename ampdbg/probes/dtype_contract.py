@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampdbg.probes.models import Models, unwrapped
 from ampdbg.probes.optimizers import stepped_by
+from ampdbg.probes.running_counts import RunningCounts
 from ampdbg.probes.source_lines import innermost_line, source_if_known
 from ampdbg.probes.step_hooks import name_of
 from ampdbg.probes.tensors import HALVES
@@ -133,6 +134,7 @@ class DtypeContract:
         """Returns the autocast dtype of a device type around the current step's calls; None if autocast is off."""
         self._asked: dict[str, str] = {}
         self._cast_buffers: dict[str, CastBuffer] = {}
+        self._counts = RunningCounts(models)
 
     def after(self, optimizer: Optimizer) -> None:
         """Check the optimizer's dtypes, if it is new. Call this right after its step, while the gradients exist."""
@@ -141,6 +143,7 @@ class DtypeContract:
             inside = (one for alive in self._inside.values() if (one := alive()) not in (None, optimizer))
             self._of[id(optimizer)] = weakref.ref(optimizer), self._look((optimizer, *inside))
         self._inside.clear()
+        self._counts.after_step()
         if self._steps <= FIRST:
             self._cast_buffers |= {buffer.name: buffer for buffer in self._cast_now()}
 
@@ -152,7 +155,8 @@ class DtypeContract:
     def seen(self) -> dict[str, Any]:
         every = (of_kind for _, of_it in self._of.values() for of_kind in of_it)
         dtypes = tuple(replace(one, averages=_names(self._averages.get(one.kind, ()))) for one in every)
-        return {"dtypes": dtypes, "asked": {**self._asked}, "cast_buffers": tuple(self._cast_buffers.values())}
+        casts, counts = tuple(self._cast_buffers.values()), self._counts.seen
+        return {"dtypes": dtypes, "asked": {**self._asked}, "cast_buffers": casts, "half_counts": counts}
 
     def cast(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run ``Module._apply``, which casts or moves a module, and record its own float32 buffers that became half.

@@ -549,6 +549,18 @@ class CastBuffer:
 
 
 @dataclass(frozen=True)
+class HalfCount:
+    """A scalar in half to which each write adds the same ``step``; ``value`` is the last one, and ``expected`` the same
+    without rounding."""
+
+    name: str
+    dtype: str
+    step: Annotated[float, Interval(gt=0, lt=1e38)]
+    value: float
+    expected: float
+
+
+@dataclass(frozen=True)
 class Updates:
     """The ledger of updates: the movement of half parameters, compared with float32 masters.
 
@@ -792,6 +804,7 @@ class Record:
     dtypes: tuple[KindDtypes, ...] = ()
     asked: Mapping[str, str] = field(default_factory=dict)
     cast_buffers: tuple[CastBuffer, ...] = ()
+    half_counts: tuple[HalfCount, ...] = ()
     updates: Updates | None = None
     trends: tuple[Trend, ...] = ()
     script: ScriptRun | None = None
