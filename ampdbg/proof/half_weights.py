@@ -146,6 +146,8 @@ class Remedy(NamedTuple):
 
 
 NORMS = frozenset({"norms"})
+LOSE_UPDATES = frozenset({FROZEN, SMALL_UPDATES})
+"""Codes of lost updates, which a remedy must restore. Half weights with another fault lose some too, which may stay."""
 
 REMEDIES = (
     Remedy(
@@ -265,7 +267,7 @@ def _shown(codes: frozenset[str], before: SeenWindow, after: SeenWindow) -> Iter
         shown = ProofStep(code, is_measured and code not in now, f"{lost[0]} before; {lost[1]} with the patch")
         yield shown if code in was else ProofStep(code, True, unseen, ran=False)
     cost, left = old.ledger.cost, new.ledger.cost if new.half_weights else 0.0
-    if cost and left is not None:
+    if cost and codes & LOSE_UPDATES and left is not None:
         costs = f"{percent(cost)} before; {percent(left)} with the patch"
         yield ProofStep("lost of the loss's fall, to first order", left <= MOST_LEFT * cost, costs)
 
@@ -278,7 +280,7 @@ def _cost(remedy: Remedy, seen: SeenWindow) -> str:
 
 def _alternatives(codes: frozenset[str], seen: SeenWindow) -> Iterator[str]:
     """Yield the optimizers that lose no updates of bfloat16 weights."""
-    may_stay = codes <= {FROZEN, SMALL_UPDATES} and seen.record.half_weights == ("bfloat16",)
+    may_stay = codes <= LOSE_UPDATES and seen.record.half_weights == ("bfloat16",)
     for what, each in ALTERNATIVES if may_stay else ():
         size = byte_size(abs(each) * sum(seen.elements.values()))
         yield f"not proven here: bfloat16 weights with {what}: {size} {'more' if each > 0 else 'less'}"

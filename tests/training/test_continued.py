@@ -194,7 +194,7 @@ def data():
 
 @pytest.mark.slow
 def test_a_patch_is_proven_if_the_failing_step_needs_the_checkpoint_momentum(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"model": ("Net", {"gain": 1.0}), "data": "data"}
+    keys: dict[str, Any] = {"model": ("Net", {"gain": 16.0}), "data": "data"}
     keys["loss"], keys["train"] = "torch.nn.functional:cross_entropy", {"steps": 30, "device": "cpu"}
     keys["optimizer"] = ("torch.optim:SGD", {"lr": 1e-4, "momentum": 0.9})
     keys["scheduler"] = ("torch.optim.lr_scheduler:LinearLR", {"start_factor": 0.5, "total_iters": 10})
