@@ -80,7 +80,7 @@ def test_only_the_failing_rank_of_two_is_named_and_captured(tmp_path: Path) -> N
     assert fault.source.text == "scores = h @ h.transpose(-1, -2)"
     assert second.script is not None
     assert (second.script.rank, second.script.processes) == (1, 2)
-    assert f"rank 1 has found {fault.code} in attention at step 0: ampdbg report r-rank-1.json\n" in ended.stderr
+    assert f"rank 1 found {fault.code} in attention at step 0: ampdbg report r-rank-1.json\n" in ended.stderr
     assert ended.stderr.count("Record: ") == 1
 
     assert first.script is not None
