@@ -96,7 +96,7 @@ def test_only_the_failing_rank_of_two_is_named_and_captured(tmp_path: Path) -> N
     found = again.findings[0]
     assert (replayed.code, found.code, found.module, found.source) == (1, fault.code, fault.module, fault.source)
     assert again.investigations[0].reproduced == 5
-    assert "captured on rank 1 of 2: a replay does not average its gradients" in again.unseen.notes
+    assert "captured on rank 1 of 2: a replay does not average its gradients with the others" in again.unseen.notes
 
     bare = both(tmp_path, "1", "--no-watch")
     assert bare.codes == (0, 0)
