@@ -30,7 +30,8 @@ from ampdbg.probes.tensors import HALVES, stored, tensors_in
 from ampdbg.record.run import KeptAverage
 
 FIRST = 2
-"""Search for averages from this optimizer step on: some scripts create them only after the first step."""
+"""Search for averages from this step on: some scripts create them only after the first step. Optimizers that step one
+after the other share a step. A new one begins where one of them steps again."""
 
 TRIES = 32
 """Consecutive steps to trace without a find, because some averages are updated every few steps only. The next trace
@@ -256,7 +257,8 @@ class Averages:
         self._stretch = ExitStack()
         self._thread = 0
         self._trace: AverageTrace | None = None
-        self._steps = self._tries = 0
+        self._in_step = set[int]()
+        self._steps, self._tried_since = 1, 0
         self._next: float = FIRST
         self._has_candidates, self._began, self._next_search = False, time.monotonic(), 0.0
 
@@ -264,7 +266,10 @@ class Averages:
         """Start a trace, if one is due, which lasts until :meth:`end`. Call this right after each optimizer step,
         before the optimizer's own hooks."""
         self.end()
-        self._steps += 1
+        if id(optimizer) in self._in_step:
+            self._in_step.clear()
+            self._steps += 1
+        self._in_step.add(id(optimizer))
         self._optimizers[optimizer] = None  # a script may average a generator after its critic's step
         is_due = self._steps >= self._next and (self._has_candidates or time.monotonic() >= self._next_search)
         if is_due and self._trace is None and not (_get_current_dispatch_mode_stack() or is_tracing()):
@@ -326,12 +331,11 @@ class Averages:
     def _note(self, trace: AverageTrace) -> None:
         own = {storage_of(stored(one.detach())) for one in self._parameters}
         found = list(found_in(trace, self._trained, own))
-        self._tries += 1
-        known = [one for one in found if one.of in self._kept]
-        if known or self._tries == TRIES:  # no pause after a first find: the second shows the interval
-            self._next, self._tries = 2 * self._steps, 0
-        elif found:
-            self._tries = 0
+        known = [one for one in found if one.of in self._kept and self._kept[one.of].step < self._steps]
+        if known or self._steps - self._tried_since >= TRIES:
+            self._next = self._tried_since = 2 * self._steps
+        elif found:  # no pause after a first find: the second shows the interval
+            self._tried_since = self._steps
         for one in known:
             self._kept[one.of].add(one, self._steps)
         self._kept |= {one.of: FollowedAverage(one, self._steps) for one in found if one.of not in self._kept}

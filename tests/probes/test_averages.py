@@ -292,7 +292,10 @@ def test_an_average_of_a_generator_updated_after_the_step_of_its_critic_is_found
             (critic(made.detach()) - critic(x @ goal)).square().mean().backward()
             optimizers[1].step()
             keep()
-    assert codes(diagnose(watched.record())) == [("frozen-average", "error")]
+    record = diagnose(watched.record())
+    assert codes(record) == [("frozen-average", "error")]
+    assert record.updates is not None
+    assert {one.steps for one in record.updates.averages} == {94}  # found in steps 2, 3, 6, 12 … 96 of 100
 
 
 @pytest.mark.parametrize("way", [copied, clamped])
