@@ -63,6 +63,9 @@ OUT_OF_RANGE = "data-range"
 SKIPS_IN_A_ROW = 5
 """This many consecutive skipped steps are not calibration: healthy models settle within four halvings of 65536."""
 
+SELDOM_REPAIRED = 8
+"""Gradients that a script repairs in at most one of this many steps cost little of the training."""
+
 KEPT_SCALE = "kept_scale"
 """Evidence key for a loss scale that nothing lowers."""
 
@@ -731,6 +734,12 @@ class LostLosses(Evident):
         unexplained = (step for step in before if not math.isfinite(step.loss))
         return [step for step in unexplained if not blamed_in_batch(step, self.whole) and not self._is_of_scale(step)]
 
+    @cached_property
+    def repaired(self) -> list[Step]:
+        """The steps whose gradients the script has repaired; empty if they are few."""
+        found = [step for step in self.run.steps if step.repaired]
+        return found if len(found) * SELDOM_REPAIRED > self.run.steps_run else []
+
     @property
     def many(self) -> int:
         """The number of steps with a lost loss, including omitted steps."""
@@ -771,12 +780,16 @@ class LostLosses(Evident):
         """The step where the failure begins. With spoilt weights, it is the first unhealthy step that was taken."""
         bad = (step for step in self.whole.steps if not step.is_healthy)
         taken = (step for step in bad if not step.skipped and self.replayed)
-        return next(taken, self.applied or self.steps[0])
+        return next(taken, self.applied or self._begins[0])
+
+    @property
+    def _begins(self) -> list[Step]:
+        return self.steps or self.repaired
 
     @cached_property
     def applied(self) -> Step | None:
         """The first earlier step that applied non-finite gradients to the weights."""
-        before = (step for step in self.whole.steps if step.step < self.steps[0].step)
+        before = (step for step in self.whole.steps if step.step < self._begins[0].step)
         return next((step for step in before if step.found_inf and not step.skipped), None)
 
     @property
@@ -792,8 +805,9 @@ class LostLosses(Evident):
 
     def findings(self) -> Iterator[Finding]:
         """Yield the cause that replays show, else a row of ``LOST``."""
-        # Without a scaler, bad gradients of a taken step make the weights non-finite.
-        taken = {step.step: step for step in self.run.steps if not step.skipped}
+        # Without a scaler, bad gradients of a taken step make the weights non-finite, unless the script repairs them.
+        applied = (step for step in self.run.steps if not (step.skipped or step.repaired))
+        taken = {step.step: step for step in (*applied, *self.repaired)}
         of_taken = (made for made in self.run.investigations if made.why == "gradients" and made.step in taken)
         bad = next((made for made in of_taken if not blamed_in_batch(taken[made.step], self.run)), None)
         if bad is not None and all(bad.step <= step.step for step in self.steps):
@@ -804,13 +818,13 @@ class LostLosses(Evident):
         surest = min(shown, key=lambda one: one.is_fp32_finite and one.is_in_doubt, default=None)
         if surest is not None:
             yield surest.cause
-        elif self.steps and (self.replayed or not self.follows_a_bad_batch):
+        elif self._begins and (self.replayed or not self.follows_a_bad_batch):
             yield first(LOST, self).finding(self)
 
     @property
     def follows_a_bad_batch(self) -> bool:
         """True if a script had a bad batch up to the first of ``steps``. Its batch is known only if it was replayed."""
-        is_before = any(bad.step.step <= self.steps[0].step for bad in bad_batch(self.whole))
+        is_before = any(bad.step.step <= self._begins[0].step for bad in bad_batch(self.whole))
         return self.run.script is not None and is_before
 
     def _is_of_scale(self, step: Step) -> bool:
@@ -824,6 +838,13 @@ class LostLosses(Evident):
 
 
 LOST: tuple[Decision[LostLosses], ...] = (
+    Decision(
+        UNKNOWN,
+        f"the script replaces gradients of inf or NaN in over one step of {SELDOM_REPAIRED}, and no replay shows why",
+        lambda lost: not lost.steps,
+        "the script replaced gradients that were not finite in {repaired:step} of {run.steps_run:d}, first in step "
+        "{origin.step:d}; no replay shows the cause",
+    ),
     Decision(
         UNKNOWN,
         "an earlier step spoilt the weights, and ampdbg replayed no step before it",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ampdbg.probes.calls import Calls
-from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_scalar
+from ampdbg.probes.open_step import Gradients, Loop, NormOfEach, OpenStep, is_finite_if_read, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, Stepped, stepped_by
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import HALVES, Scalar, is_at_hand, is_on_device, to_host, total_norm
@@ -165,12 +166,22 @@ class Measures:
             self._keep(optimizer, Gradients(norm, groups=self._groups(optimizer, norm), is_early=is_early))
 
     def after_backward(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
-        """Measure gradients after a backward pass, if the loop itself may withhold the step. ``wrote`` holds the places
-        of the optimizers with gradients that the pass wrote. On a GPU this does not sync."""
+        """Measure gradients after a backward pass, if the loop itself may withhold the step or repair them. ``wrote``
+        holds the places of the optimizers with gradients that the pass wrote. On a GPU this does not sync."""
         written = self._calls.written_for(optimizer)
         norm = gradient_norm(written) if self._calls.place_of(optimizer) in wrote else None
         if norm is not None:
-            self._step_of(optimizer).own_scale_norms.append(norm)
+            self._step_of(optimizer).left_norms.setdefault(id(optimizer), []).append(norm)
+
+    def are_repaired(self, optimizer: Optimizer) -> bool:
+        """True if gradients are finite, and a backward pass has left others. Norms on a GPU do not count until
+        :meth:`read` has read them."""
+        step = self._step_of(optimizer)
+        is_of_kernel = getattr(optimizer, "found_inf", None) is not None  # which may yet skip the step
+        left = () if is_of_kernel else step.left_norms.get(id(optimizer), ())
+        is_repaired = not all(map(is_finite_if_read, left)) and self.are_finite(optimizer)
+        step.repaired |= is_repaired
+        return is_repaired
 
     def are_finite(self, optimizer: Optimizer) -> bool:
         """True unless measured gradients of the optimizer are not finite. On a GPU this syncs."""
@@ -201,18 +212,18 @@ class Measures:
         return is_to_step and not self._step_of(optimizer).is_known_finite()
 
     def read(self, optimizer: Optimizer, others: Sequence[Scalar] = ()) -> list[float]:
-        """Copy the losses, the norm of the optimizer's gradients and ``others`` to the host. Return the values of
+        """Copy the losses, the norms of the optimizer's gradients and ``others`` to the host. Return the values of
         ``others``. On a GPU this syncs once."""
         step, known = self._step_of(optimizer), self._known(optimizer)
-        behind = len(step.backward_losses)
-        norms = [] if known.norm is None else [known.norm]
-        values = to_host([*step.backward_losses, *norms, *others])
-        step.backward_losses, step.mark = list[Scalar](values[:behind]), None
-        if norms:
-            known.norm = values[behind]
+        left, norms = step.left_norms.get(id(optimizer), []), [] if known.norm is None else [known.norm]
+        values = iter(to_host([*step.backward_losses, *left, *norms, *others]))
+        step.backward_losses, step.mark = list(islice(values, len(step.backward_losses))), None
+        left[:] = islice(values, len(left))
+        for norm in islice(values, len(norms)):
+            known.norm = norm
             if known.each is None and known.groups is None:
-                known.groups = self._groups(optimizer, values[behind])
-        return values[behind + len(norms) :]
+                known.groups = self._groups(optimizer, norm)
+        return list(values)
 
     def _groups(self, optimizer: Optimizer, norm: float) -> tuple[GroupOverflow, ...] | None:
         """Return the groups with non-finite gradients; None if the norm is finite."""

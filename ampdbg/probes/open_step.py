@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,10 +55,12 @@ class OpenStep:
         scaler: The enabled scaler that has scaled a loss; ``number`` is its number in the loop.
         optimizer: The number of the first optimizer that stepped.
         succeeds: The number of the scaler that ``scaler`` has replaced, else 0.
+        repaired: Gradients were not finite after a backward pass, and the script has replaced them.
         running: The ``id`` of the optimizer during its bare step, else 0.
         before_closure: How many losses there were before the running step.
         first_closure: The losses of the first closure call in the running step.
-        own_scale_norms: The norms of the gradients after each backward pass, if the loop scales its loss itself.
+        left_norms: The norms of an optimizer's gradients after each backward pass, by its ``id``. Measured for a loop
+            that scales its loss itself, or that writes gradients after its passes.
         factor: The number by which such a loop has multiplied its loss.
     """
 
@@ -76,10 +79,11 @@ class OpenStep:
     scale: Scalar = 1.0
     skipped: bool = False
     stepped: bool = False
+    repaired: bool = False
     running: int = 0
     before_closure: int = 0
     first_closure: list[Scalar] = field(default_factory=list)
-    own_scale_norms: list[Scalar] = field(default_factory=list)
+    left_norms: dict[int, list[Scalar]] = field(default_factory=dict)
     factor: float = 1.0
 
     def begin_bare(self, optimizer: int, **facts: Any) -> None:
@@ -112,11 +116,15 @@ class OpenStep:
 
     def is_known_finite(self) -> bool:
         """True unless a loss on the host is not finite. Losses on a GPU count as finite, so this does not sync."""
-        return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.backward_losses)
+        return all(map(is_finite_if_read, self.backward_losses))
 
     def has_left_finite(self) -> bool:
-        """True if every measured gradient norm in ``own_scale_norms`` is finite. On a GPU this syncs."""
-        return all(map(is_finite_scalar, self.own_scale_norms))
+        """True if every measured gradient norm in ``left_norms`` is finite. On a GPU this syncs."""
+        return all(map(is_finite_scalar, self._left))
+
+    @property
+    def _left(self) -> list[Scalar]:
+        return [*chain.from_iterable(self.left_norms.values())]
 
     def read_losses_aside(self) -> None:
         """Read the losses if the GPU has already computed them, without a wait for later GPU work."""
@@ -147,7 +155,7 @@ class OpenStep:
             *(self.losses.values() if self.losses else self.backward_losses),
             *self.norms,
             self.scale,
-            *self.own_scale_norms[-1:],
+            *self._left[-1:],
         ]
 
     def to_step(
@@ -161,13 +169,14 @@ class OpenStep:
         loss = sum(losses.values() if losses else (next(values) for _ in self.backward_losses), start=0.0)
         squares = [next(values) ** 2 for _ in self.norms]
         norm, scale = (sum(squares) ** 0.5 if squares else None), next(values)
-        own = self._own_scale(norm or 0.0, next(values), is_known=has_own_scale) if self.own_scale_norms else 1.0
+        own = self._own_scale(norm or 0.0, next(values), is_known=has_own_scale) if self._left else 1.0
         return Step(
             step=index,
             loss=loss / own,
             scale=scale * own,
             found_inf=self.skipped or bool(self.groups),
             skipped=self.skipped,
+            repaired=self.repaired,
             grad_norm=norm,
             groups=tuple(self.groups),
             nonfinite=tuple(self.nonfinite),
@@ -194,6 +203,11 @@ def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
     if isinstance(last, float):
         return first if math.isfinite(last) else last
     return torch.where(torch.isfinite(last), first, last)
+
+
+def is_finite_if_read(value: Scalar) -> bool:
+    """True if the value is finite, or still on a GPU."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def is_finite_scalar(norm: Scalar | None) -> bool:

@@ -36,6 +36,7 @@ MOST_TURNS = 4
 """For up to this many optimizers that take turns, the steps around an informative step are kept."""
 
 FEW_STEPS = 8
+REPAIRED = "the script replaced inf or NaN in the gradients of {} of {}, so that no later step shows them"
 FLAT = "every gradient of the last {} is zero: the model learns nothing, whatever the loss is"
 """Half precision may have flushed the gradients to zero, or no graph connects the loss to the weights."""
 
@@ -68,7 +69,7 @@ class StepLog:
         """Returns the names of the buffers in which the current forward pass has written inf or NaN."""
         self._known_bad: set[str] = set()
         self._listed_steps = self._unlisted_steps = 0
-        self._listed_parameters = 0
+        self._listed_parameters = self._repaired = 0
         self._on_step = on_step
         self._losses: dict[str, Scalar] = {}
         self._unread: list[OpenStep] = []
@@ -114,7 +115,9 @@ class StepLog:
         """Remarks on what the steps leave out."""
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
         known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
-        notes = []
+        notes = [REPAIRED.format(f"{self._repaired:,}", quantities.counted(self.closed(), "step"))] * (
+            self._repaired > 0
+        )
         last = known[-FEW_STEPS:]
         if last and self.closed() >= FEW_STEPS and not any(last):  # fewer if the rest was skipped
             notes.append(FLAT.format(quantities.counted(len(last), "measured step")))
@@ -206,6 +209,7 @@ class StepLog:
         """Complete a step from its numbers, log it to the journal, and keep it."""
         step = ended.to_step(self.closed(), self._iteration, values, has_own_scale=self.has_own_scale)
         self.has_own_scale |= step.scale != 1.0 and not step.scaler
+        self._repaired += step.repaired
         if step.skipped or not math.isfinite(step.loss):
             step = self._with_bad_tensors(step)
         step = self._with_few_groups(step)

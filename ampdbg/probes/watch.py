@@ -81,15 +81,15 @@ class Watch:
         self._learning = threading.RLock()
         self.left_by_replays: set[str] = set()
         self._interrupted = False
-        self._clears_sound = self._scales_by_hand = False
+        self._clears_sound = self._scales_by_hand = self._writes_gradients = False
         self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
-        """Called when a step ends; True means that it was withheld, or that its loss is known to be non-finite."""
+        """Called when a step ends; True means that it was withheld or repaired, or that its loss is not finite."""
         self.lost: Callable[[Optimizer], None] = lambda optimizer: None
         """Called for a loss that is known to be non-finite, before the optimizer writes the weights."""
         self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
         """Called for non-finite gradients of a finite loss, before the optimizer writes the weights. With a scaler it
-        is called after the scaler has withheld the step."""
+        is called after the scaler has withheld the step. Gradients that the script has repaired count too."""
         self.gave_up: Callable[[], None] = lambda: None
         """Called if the gradients of a non-finite loss were cleared before any step. The open step has that loss."""
         self.went_backward: Callable[[Collection[int], Collection[int]], None] = lambda wrote, cleared: None
@@ -152,12 +152,11 @@ class Watch:
 
     @property
     def withholding(self) -> Optimizer | None:
-        """The optimizer with non-finite gradients, if the loop scales its loss itself and is to withhold the step. On a
+        """The optimizer with non-finite gradients, where they are measured because the loop may withhold the step. On a
         GPU this syncs where the loop does."""
-        left = self._loop.now.own_scale_norms
-        if not left or is_finite_scalar(left[-1]):
-            return None
-        return next((one for one in self.optimizers if self.calls.place_of(one) in self.stepping), None)
+        of_each = self._loop.now.left_norms
+        left = (one for one in self.optimizers if not is_finite_scalar(*of_each.get(id(one), [None])[-1:]))
+        return next((one for one in left if self.calls.place_of(one) in self.stepping), None)
 
     @property
     def has_unseen_steps(self) -> bool:
@@ -280,6 +279,7 @@ class Watch:
             return self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step = self.begin_step_of(stepping)
         step.scaler, step.number = scaler, self.calls.number_of(scaler)
+        self._writes_gradients |= self.calls.place_of(stepping) in self.calls.rewritten()
         in_kernel = bool(getattr(optimizer, "_step_supports_amp_scaling", False))  # a fused kernel unscales itself
         divisor = step.loss_scale() if in_kernel else 1.0
         if in_kernel:
@@ -363,7 +363,8 @@ class Watch:
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
         given_up = self._loop.went_backward(losses, wrote, cleared)
-        for optimizer in self.optimizers if self._scales_by_hand else ():  # the loop itself may withhold their steps
+        # The loop itself may withhold their steps, or repair their gradients.
+        for optimizer in self.optimizers if self._scales_by_hand or self._writes_gradients else ():
             self._measures.after_backward(optimizer, wrote)
         for step in given_up:
             self._give_up(step)
@@ -424,6 +425,8 @@ class Watch:
         elif self._measures.steps_despite_nonfinite_loss(optimizer):
             # A non-finite loss may have finite gradients, as the mean over no target has. No scaler withholds its step.
             self.lost(optimizer)
+        elif self._measures.are_repaired(optimizer):
+            self.withheld(optimizer)
         if not has_closure:  # the closure makes the gradients
             self.ledger.before(optimizer)
 
@@ -439,6 +442,7 @@ class Watch:
             step = self.begin_step_of(optimizer)
         rewritten = self.calls.rewritten()
         if not has_closure:  # the closure makes the gradients
+            self._writes_gradients |= self.calls.place_of(optimizer) in rewritten
             self._look_before_a_step(optimizer, step)
         bad = self.calls.is_unscaled(optimizer) and not self._measures.are_finite(optimizer)
         step.begin_bare(id(optimizer), skipped=bad, rewritten=rewritten)
@@ -452,7 +456,7 @@ class Watch:
             return
         if step.bare_step_facts.keys() <= {id(optimizer)} and not step.is_known_finite():
             self.lost(optimizer)
-        elif not self._measures.are_finite(optimizer):
+        elif self._measures.are_repaired(optimizer) or not self._measures.are_finite(optimizer):
             self.withheld(optimizer)
 
     def _written(self, original: Original, optimizer: Optimizer) -> None:
@@ -490,7 +494,7 @@ class Watch:
 
     def _end(self, step: OpenStep) -> None:
         self.log.close(step)
-        self.ended(step.skipped or not step.is_known_finite())
+        self.ended(step.skipped or step.repaired or not step.is_known_finite())
 
     def nonfinite_in_open_step(self, *, is_cut: bool) -> Literal["loss", "gradients"] | None:
         """Return what is non-finite after a backward pass if no optimizer has stepped yet, else None. Gradients count

@@ -348,6 +348,7 @@ class Step:
         grad_norm: 2-norm of all gradients after unscaling and before clipping; inf or NaN if any gradient is. None if
             not measured, as in most healthy steps of a long run.
         skipped: an optimizer's step was withheld.
+        repaired: gradients were not finite after a backward pass, and finite when the optimizer stepped on them.
         groups_hit: number of groups with non-finite gradients. After a run's first unhealthy steps ``groups`` is empty.
         optimizer: number of the optimizer, from 0, by first step. Of several that step on the same losses, the first.
         others: number of earlier steps that belong to other optimizers.
@@ -368,6 +369,7 @@ class Step:
     optimizer: Count = 0
     others: Count = 0
     passes: Annotated[int, Interval(ge=1, lt=2**63)] = 1
+    repaired: bool = False
 
     @property
     def iteration(self) -> int:
@@ -376,8 +378,8 @@ class Step:
 
     @property
     def is_healthy(self) -> bool:
-        """True if the loss and all gradients are finite."""
-        return math.isfinite(self.loss) and not self.found_inf
+        """True if the loss and all gradients are finite, and the script has repaired none."""
+        return math.isfinite(self.loss) and not (self.found_inf or self.repaired)
 
 
 @dataclass(frozen=True)
@@ -848,8 +850,8 @@ class Record:
 
     @property
     def last_failing_step(self) -> int:
-        """The number of the last step that was skipped or has a non-finite loss; 0 if there is none."""
-        return max((one.step for one in self.steps if one.skipped or not math.isfinite(one.loss)), default=0)
+        """The number of the last step that is not healthy; 0 if there is none."""
+        return max((one.step for one in self.steps if not one.is_healthy), default=0)
 
     def whose(self, part: Record) -> str:
         """Return the suffix that names the optimizer of ``part``; "" if the record has only one optimizer."""

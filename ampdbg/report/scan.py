@@ -190,7 +190,8 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
 
 def _skips(timeline: Record, record: Record) -> str:
     if not timeline.steps_skipped:
-        return f"none of {_ran(record)} skipped"
+        repaired = sum(step.repaired for step in record.steps)
+        return f"none of {_ran(record)} skipped" + f", and {repaired:,} repaired by the script" * (repaired > 0)
     return f"{timeline.steps_skipped:,} of {counted(timeline.steps_run, 'step')}{record.whose(timeline)} skipped"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampdbg.probes import gradients, tensors
-from ampdbg.probes.steps import FIRST_NORMS, NORM_EVERY
+from ampdbg.probes.steps import FIRST_NORMS, NORM_EVERY, STEPS_AT_ENDS
 from ampdbg.probes.watch import Watch, watch
 
 WEIGHT = 2.0
@@ -43,16 +43,23 @@ class Loop:
         nn.init.constant_(self.model.weight, WEIGHT)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, fused=fused)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
-        self.unscales, self.clips = False, False
+        self.unscales, self.clips, self.repairs, self.writes = False, False, False, False
 
     def step(self, gain: float = 1.0, beside: float = 0.0) -> None:
         self.optimizer.zero_grad()
-        loss = (self.model(torch.ones(1, 1)) * gain).sum() + beside
+        output = self.model(torch.ones(1, 1))
+        # The loss stays finite: only its gradient is infinite.
+        loss = (output * gain if math.isfinite(gain) or not self.repairs else (output - output.detach()).sqrt()).sum()
+        loss = loss + beside
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        gradient: Any = self.model.weight.grad
+        if self.repairs:
+            gradient.nan_to_num_(0.0, 0.0, 0.0)
+        if self.writes:
+            gradient.mul_(1.0)
         if self.scaler is None:
-            loss.backward()
             self.optimizer.step()
             return
-        self.scaler.scale(loss).backward()
         if self.unscales:
             self.scaler.unscale_(self.optimizer)
         if self.clips:
@@ -72,6 +79,35 @@ def test_a_healthy_step_is_waited_for_at_most_once(reads: list[int], scaled: boo
             assert len(reads) <= number + 1
         assert watching.log.is_read is not scaled  # a loss scale is read in bulk
     assert [step.loss for step in watching.steps] == [WEIGHT] * 40
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_repaired_gradients_are_known_before_the_step_without_a_further_wait(reads: list[int], scaled: bool) -> None:
+    loop, told = Loop(scaled), list[Any]()
+    loop.repairs = True
+    gains = [1.0] * 20 + [math.inf, 1.0]
+    with watch(loop.model, loop.optimizer) as watching:
+        watching.withheld = lambda optimizer: told.append(watching.log.closed())
+        reads.clear()
+        for number, gain in enumerate(gains):
+            loop.step(gain)
+            assert len(reads) <= number + 1
+    assert told == [20]
+    assert [step.repaired for step in watching.steps] == [gain == math.inf for gain in gains]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_withheld_step_whose_gradients_the_loop_has_written_is_not_repaired(
+    is_late: bool, fused: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_late:
+        request.getfixturevalue("reads")
+    loop = Loop(scaled=True, fused=fused)
+    loop.writes = True
+    healthy = [1.0] * (STEPS_AT_ENDS + 2)  # after the first steps few norms are measured
+    *_, bad, last = recorded(loop, *healthy, math.inf, 1.0).steps
+    assert [(step.skipped, step.repaired) for step in (bad, last)] == [(True, False), (False, False)]
 
 
 @pytest.mark.parametrize("scaled", [False, True])

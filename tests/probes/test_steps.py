@@ -220,5 +220,5 @@ def _open(factor: float, left: float, norms: list[float], *, skipped: bool) -> O
     """A step with a loss of 3, which the loop multiplied by the factor."""
     gradients = {number: Gradients(norm) for number, norm in enumerate(norms)}
     return OpenStep(
-        backward_losses=[3.0 * factor], gradients=gradients, own_scale_norms=[left], factor=factor, skipped=skipped
+        backward_losses=[3.0 * factor], gradients=gradients, left_norms={0: [left]}, factor=factor, skipped=skipped
     )
