@@ -19,7 +19,7 @@ from ampdbg.agreement import (
 )
 from ampdbg.diagnosis.cause import Evidence
 from ampdbg.diagnosis.decisions import Decision, fact, holding
-from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, format_of, named, overflow_in, placed
+from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, named, overflow_in, placed
 from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.formats import FLOAT16
 from ampdbg.levels import has_static_scale
@@ -116,8 +116,8 @@ class HiddenFault(Evidence):
 
     @property
     def apart(self) -> float:
-        """The spacing of the half format at the largest angle, in radians."""
-        return format_of(self.low.dtype).spacing_at(self.angular.producer.input_largest)
+        """The spacing of the angles' half format at the largest of them, in radians."""
+        return self.angular.format.spacing_at(self.angular.producer.input_largest)
 
     @property
     def chooses_otherwise(self) -> bool:
@@ -175,8 +175,9 @@ class HiddenFault(Evidence):
 BOTH_LOSSES = "the loss is {low.loss}, and {made.reference.loss} in FP32"
 FIRST_FAR = "[; {first_far}]"
 ANGLES = (
-    "{angular.name} takes angles up to {angular.producer.input_largest}, where {half}'s numbers are {apart} apart; "
-    "its result is {angular.producer.distance:percent} from FP32's[, and so are {others_angular:other}]"
+    "{angular.name} takes angles up to {angular.producer.input_largest}, where "
+    "{angular.format.short}'s numbers are {apart} apart; "
+    "its result is {angular.producer.distance:percent} from FP32's[, and {others_angular:other such op} too]"
 )
 OF_ANGLES = (
     "make these angles in float32 with autocast disabled, of positions in float32; cast only their sine and cosine"
@@ -231,7 +232,7 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
         FAR_FROM_FP32,
         "the same in a step that agrees with FP32: a warning",
         lambda fault: fault.has_rounded_angles and not fault.is_far,
-        ANGLES + ", though loss and gradients agree",
+        ANGLES + "; the loss agrees[, and gradients are {low.gradient_distance:percent} from FP32's]",
         remedy=OF_ANGLES,
         severity="warning",
     ),

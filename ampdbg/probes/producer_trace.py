@@ -66,14 +66,14 @@ class Origin:
         causes: The ops, by their index in the trace, where inf and NaN among the values start.
         leaf: The name of the batch leaf, if the storage holds only values of that leaf.
         is_of_weights: True if the values depend on the weights.
-        spacing: The largest relative spacing of the half numbers from which the values were moved or cast.
+        rounded_to: The coarsest half dtype from which the values were moved or cast; float64 for none.
         is_made: True if an op of the step has written the values.
     """
 
     causes: frozenset[int] = NONE
     leaf: str | None = None
     is_of_weights: bool = False
-    spacing: float = 0.0
+    rounded_to: torch.dtype = torch.float64
     is_made: bool = False
 
 
@@ -101,8 +101,9 @@ class ProducerTrace(OpTrace):
         self.poisonous: set[int] = set()
         self.divisors: set[int] = set()
         self.in_gradients: set[int] = set()
-        self.angular: set[OpKey] = set()
-        """The sines and cosines of angles in half precision, now or earlier, that are too large for its spacing."""
+        self.angular: dict[OpKey, str] = {}
+        """The sines and cosines of angles in half precision, now or earlier, that are too large for its spacing. Each
+        has the half format as its value."""
         self.given_bad: int | None = None
         """The index of the first op that reads inf or NaN from outside the step. Its output is not finite."""
         self._origins = {storage_of(leaf): Origin(leaf=name) for name, leaf in data}
@@ -136,9 +137,10 @@ class ProducerTrace(OpTrace):
     def after(self, op: RunningOp) -> None:
         causes, name = self._causes(op), op.traits.base_name
         super().after(op)
-        spacing, leaf = self._spacing(), self._leaf(name)
-        if name in ANGULAR and op.place.phase == "forward" and spacing * op.inputs.largest >= FAR_APART:
-            self.angular.add((op.place, op.traits.name))
+        half, leaf = self._coarsest(), self._leaf(name)
+        is_far_apart = torch.finfo(half).eps * op.inputs.largest >= FAR_APART
+        if name in ANGULAR and op.place.phase == "forward" and is_far_apart:
+            self.angular[op.place, op.traits.name] = str(half).removeprefix("torch.")
         takes_shape_alone = name.endswith("_like") or name.startswith("new_")
         of_weights = not takes_shape_alone and any(origin.is_of_weights for _, origin in self._inputs)
         for tensor in op.made:
@@ -149,7 +151,7 @@ class ProducerTrace(OpTrace):
                 causes=causes.get(storage, NONE),
                 leaf=leaf if is_whole else None,
                 is_of_weights=was_of_weights or (of_weights and storage != 0 and tensor.is_floating_point()),
-                spacing=spacing if name in ATEN_MOVES else 0.0,
+                rounded_to=half if name in ATEN_MOVES else UNKNOWN.rounded_to,
                 is_made=True,
             )
         self._inputs = ()
@@ -185,10 +187,10 @@ class ProducerTrace(OpTrace):
         if name in POLES and is_finite and self._infinite:
             self.divisors |= self._infinite[-1]
 
-    def _spacing(self) -> float:
-        """Return the largest relative spacing of the half numbers from which the inputs were moved or cast."""
-        known = (torch.finfo(one.dtype).eps if one.dtype in HALVES else origin.spacing for one, origin in self._inputs)
-        return max(known, default=0.0)
+    def _coarsest(self) -> torch.dtype:
+        """Return the coarsest half dtype from which the inputs were moved or cast; float64 for none."""
+        known = (one.dtype if one.dtype in HALVES else origin.rounded_to for one, origin in self._inputs)
+        return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=UNKNOWN.rounded_to)
 
     def _leaf(self, name: str) -> str | None:
         """Return the name of the batch leaf if the op only moves or casts values of one leaf, else None."""

@@ -582,12 +582,13 @@ def departure(low: Replayed, fp32: Replayed, floor: Replayed) -> dict[str, Any]:
     return {}
 
 
-def rounded_angles(low: Replayed, fp32: Replayed, angular: Collection[OpKey]) -> tuple[Producer, ...]:
-    """Return the ``angular`` ops, sines and cosines, that are far from FP32's, the furthest first. Angles that are
-    whole numbers are exact, so their results are not among these."""
+def rounded_angles(low: Replayed, fp32: Replayed, angular: Mapping[OpKey, str]) -> tuple[Producer, ...]:
+    """Return the ``angular`` ops, sines and cosines, that are far from FP32's, with the dtype of their angles. The
+    furthest comes first. Angles that are whole numbers are exact, so their results are not among these."""
     reference, lowered = _by_place(fp32), _by_place(low)
-    both = ((one, reference[key]) for key, one in lowered.items() if key[0] in angular and key in reference)
-    far = (_far(one, own) for one, own in both if (_relative(one, own) or 0.0) > WRONG_ANGLES)
+    both = ((key[0], one, reference[key]) for key, one in lowered.items() if key[0] in angular and key in reference)
+    wrong = ((key, _far(one, own)) for key, one, own in both if (_relative(one, own) or 0.0) > WRONG_ANGLES)
+    far = (replace(found, dtype=angular[key]) for key, found in wrong)
     return tuple(sorted(far, key=lambda found: -(found.distance or 0.0)))
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,9 +97,9 @@ class Replayed:
         return self.trace is not None and any(seen.produces for seen in self.trace.ops)
 
     @property
-    def angular(self) -> Collection[OpKey]:
-        """The sines and cosines in the trace whose angles may be rounded."""
-        return self.trace.angular if isinstance(self.trace, ProducerTrace) else ()
+    def angular(self) -> Mapping[OpKey, str]:
+        """The sines and cosines in the trace whose angles may be rounded, each with the half format."""
+        return self.trace.angular if isinstance(self.trace, ProducerTrace) else {}
 
     @property
     def sampled(self) -> Sequence[Sampled]:

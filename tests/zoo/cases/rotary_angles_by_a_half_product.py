@@ -17,7 +17,7 @@ CASE = Case(
     severity="warning",
     says=(
         "takes angles up to 600, where bfloat16's numbers are 4 apart",
-        "though loss and gradients agree",
+        "the loss agrees, and gradients are ",
     ),
     config={"precision": {"dtype": "bfloat16"}},
     twin=("model.args.fp32=true",),
