@@ -45,6 +45,12 @@ from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 Original = Callable[..., Any]
 
+ON_CPU = (
+    "the emulated GPU's tensors are on the CPU: where code asks for tensor.device.type == 'cuda' before it lowers ops, "
+    "they run in FP32; drop that condition, or run it on a GPU"
+)
+"""The note on a run in which nothing ran in half although a GPU was emulated."""
+
 FEW_PASSES = 4
 """Check this many backward passes for a loop that scales its loss itself, or steps copies of weights."""
 
@@ -221,7 +227,7 @@ class Watch:
         return Record(
             command="watch",
             created=self._created,
-            environment=environment_of(device, policy, emulated=emulated),
+            environment=environment_of(device, policy, emulated=emulated, notes=(ON_CPU,) * (emulated and in_fp32)),
             config={},
             verdict="inconclusive",
             steps=self.steps,

@@ -12,6 +12,7 @@ from ampdbg.errors import ScriptError
 from ampdbg.script.gpu import emulated_capability, emulated_gpu
 from ampdbg.script.launch import processes_here
 from tests.commands.program import start
+from tests.script.test_run import run_with_page
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +134,31 @@ def test_accelerate_trains_in_bfloat16_only_if_the_gpu_supports_bfloat16(
     result = start(tmp_path, "run", "--emulate", "train.py", AMPDBG_CAPABILITY=capability)
     assert (result.code, result.stdout) == (code, "" if code else "cuda bf16\n"), result.stderr
     assert ("bf16 mixed precision requires" if code else "No fault found: none of 3 steps skipped") in result.stderr
+
+
+BY_DEVICE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+for step in range(12):
+    x = torch.randn(4, 8, device="cuda")
+    dtype = torch.float16 if CONDITION else torch.float32
+    optimizer.zero_grad()
+    nn.functional.linear(x.to(dtype), net.weight.to(dtype)).float().square().mean().backward()
+    optimizer.step()
+"""
+"""Lowers its ops itself, without autocast and without a loss scale."""
+
+
+@pytest.mark.parametrize("condition", ["x.device.type == 'cuda'", "torch.cuda.is_available()"])
+def test_a_note_says_that_code_which_asks_a_tensor_for_its_device_runs_in_fp32(tmp_path: Path, condition: str) -> None:
+    record, page, code = run_with_page(tmp_path, BY_DEVICE.replace("CONDITION", condition))
+    is_of_tensor = "device.type" in condition
+    assert ("where code asks for tensor.device.type == 'cuda' before it lowers ops, they run in FP32" in page) is (
+        is_of_tensor
+    )
+    assert (code, [found.code for found in record.findings]) == ((0, []) if is_of_tensor else (1, ["misuse-no-scaler"]))
+    assert ("✗ FP16 ops run without a loss scale" in page) is not is_of_tensor
