@@ -46,7 +46,7 @@ from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import is_captured
 from ampdbg.probes.step_hooks import is_torchs, name_of
 from ampdbg.probes.still_values import Names, StillValues, half_parameters
-from ampdbg.probes.tensors import HALVES, stored, to_host
+from ampdbg.probes.tensors import HALVES, stored, times_written, to_host
 from ampdbg.quantities import listed
 from ampdbg.record.run import FrozenParameter, KindUpdates, StuckMoment, Updates
 
@@ -86,6 +86,9 @@ LARGEST_WHOLE, MOST_WHOLE = 2**20, 2**22
 
 FOREIGN = "a hook or the loop writes weights of that optimizer too, maybe from float32 copies"
 """Why updates are not judged if code outside the optimizer's step writes the parameter."""
+
+WITHOUT_GRADIENT = "the step writes it without a gradient of its own, as sparse embeddings do"
+"""Why updates are not judged if the optimizer takes the gradient from elsewhere."""
 
 SECOND_MOMENT = "exp_avg_sq"
 """The state key of the second moment in Adam and its variants."""
@@ -541,6 +544,22 @@ class OptimizerLedger:
         """True if whole parameters are sampled, since the update of an entry depends on others of its parameter."""
         self.still = StillValues()
         """Used if the optimizer is not sampled."""
+        self.without_gradient: set[str] = set()
+        """The half tensors without a gradient that the optimizer's first step has written."""
+        halves = ((place, one) for place, one in enumerate(stepped_by(optimizer)) if one.dtype in HALVES)
+        self._versions = [(place, one, times_written(one)) for place, one in halves if one.grad is None]
+
+    def after_first(self, names: Callable[[], Mapping[int, tuple[str, str]]]) -> None:
+        """Note what the first step has written without a gradient; call this after each step."""
+        written = [(place, one) for place, one, version in self._versions if times_written(one) > version]
+        self._versions = []
+        if written:
+            known = names()
+            every = (
+                known.get(id(one), (f"tensor {place} of {self.name.replace('__main__.', '')}", ""))
+                for place, one in written
+            )
+            self.without_gradient = {name for name, _ in every}
 
     def judge(self, optimizer: Optimizer) -> None:
         """Check again if the optimizer can be sampled: its step may be replaced or get a hook at any time."""
@@ -649,6 +668,7 @@ class UpdateLedger:
         book = self._books.get(id(optimizer))
         if book is None:
             return
+        book.after_first(partial(names_and_kinds, self._models))
         book.added, book.passes = self.passes - book.passes, self.passes
         if book.window is not None:
             self._timed(book, self._after, step)
@@ -725,6 +745,8 @@ class UpdateLedger:
             for book in self._books.values()
             if book.why_not
         }
+        for book in self._books.values():
+            left_out |= {(f"updates of {name}", WITHOUT_GRADIENT) for name in book.without_gradient}
         foreign = [name for name, one in self._known()[1].items() if one.sums.foreign]
         left_out |= {(f"updates of {listed(foreign)}", FOREIGN)} if foreign else set()
         return tuple(f"ampdbg does not compare {what} with float32's: {why}" for what, why in sorted(left_out))
@@ -753,7 +775,8 @@ class UpdateLedger:
             whole[name] = whole[name]._replace(sums=sums._replace(moved=max(sums.moved, changed[name])))
         names = partial(names_and_kinds, self._models)
         averages = self.averages.seen
-        others = (book.still.names for book in self._books.values() if book.why_not != KEEPS_THE_REST)
+        others = [book.still.names for book in self._books.values() if book.why_not != KEEPS_THE_REST]
+        others += [book.without_gradient for book in self._books.values()]
         half = len(every.keys() | {name for names in others for name in names})
         if not (half or averages or self._spoilt):
             return None

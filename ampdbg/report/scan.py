@@ -101,8 +101,9 @@ def unjudged(record: Record) -> str:
     """Return what a healthy run did not compare with FP32; "" if it compared all. It may be half weights without
     masters, or every step of a script that trains in half."""
     seen = record.ledger
-    of_all = f" of {seen.half:,}" if seen.judged else ""
-    weights = f"; what {seen.unjudged:,}{of_all} half parameters lose of their updates was not compared with FP32"
+    many = f"{seen.unjudged:,} of {counted(seen.half, 'half parameter')}"
+    updates = many if seen.judged else counted(seen.unjudged, "half parameter")
+    weights = f"; the updates of {updates} were not compared with FP32"
     parts = {
         weights: record.verdict == "healthy" and seen.unjudged and not record.has_masters,
         "; no step was compared with FP32": is_uncompared(record),

@@ -783,12 +783,49 @@ def test_a_loop_without_optimizer_steps_reports_no_frozen_values() -> None:
 
 
 def test_the_page_of_a_run_whose_half_updates_were_not_compared_does_not_call_it_healthy() -> None:
-    said = "; what 5 half parameters lose of their updates was not compared with FP32."
+    said = "; the updates of 5 half parameters were not compared with FP32."
     record, _ = trained(steps=20, make=own_with_net())
     assert f"No fault found: none of 20 steps skipped{said}" in page_of(record)
     assert record.verdict == "healthy"
     assert "Healthy: none of 20 steps skipped." in page_of(trained(steps=20, make=partial(adamw, lr=3e-2))[0])
     assert said not in page_of(trained(torch.float32, steps=20, make=own_with_net())[0])
+
+
+class SparseSign(torch.optim.Optimizer):
+    """Writes the rows of a table that a batch has read, with the gradient of a copy of these rows."""
+
+    def __init__(self, *parameters: torch.Tensor) -> None:
+        super().__init__(parameters, {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        table, rows = self.param_groups[0]["params"]
+        table[: len(rows)] = (table[: len(rows)].float() - 1e-4 * rows.grad.sign()).to(table.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "is_unused"), [(HALF, False), (HALF, True), (torch.float32, False)])
+def test_half_weights_that_a_step_writes_without_their_gradient_are_not_called_healthy(
+    dtype: torch.dtype, is_unused: bool
+) -> None:
+    table, rows = torch.randn(8, 4).to(dtype), torch.zeros(4, 4, requires_grad=True)
+    net = nn.Linear(4, 2)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD([table, rows], 1e-3) if is_unused else SparseSign(table, rows),
+        torch.optim.SGD(net.parameters(), 1e-3),
+    ]
+    with watch(net, optimizers) as watched:
+        for _ in range(6):
+            rows.data.copy_(table[:4])
+            net(rows).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    record = diagnose(watched.record())
+    note = "ampdbg does not compare updates of tensor 0 of "
+    is_left_out = dtype is HALF and not is_unused
+    assert [one.startswith(note) for one in record.unseen.notes] == [True] * is_left_out
+    said = "; the updates of 1 half parameter were not compared with FP32."
+    assert [part in page_of(record) for part in ("No fault found: ", said)] == [is_left_out] * 2
 
 
 def test_lost_shares_omit_the_loss_forecast_if_some_parameters_are_not_judged() -> None:
