@@ -348,11 +348,22 @@ def _facts(record: Record) -> Iterator[str]:
     ):
         facts = list(_facts_of(timeline, record))
         yield from [f"optimizer {timeline.steps[0].optimizer}: {', '.join(facts)}"] if several else facts
-    by_skip = (group for one in record.timelines for group in groupby(one.steps, attrgetter("skipped")))
-    rows = [len(list(row)) for skipped, row in by_skip if not skipped]
-    if is_uncompared(record) and max(rows, default=0) <= STEPS_BEFORE_COMPARISON:
-        yield f"a comparison with FP32 takes over {STEPS_BEFORE_COMPARISON} steps in a row without a skip"
+    yield from filter(None, [_why_uncompared(record)] * is_uncompared(record))
     yield duration(record.elapsed)
+
+
+def _why_uncompared(record: Record) -> str:
+    """Return why no step was compared with FP32, if no note says it."""
+    by_health = (group for one in record.timelines for group in groupby(one.steps, attrgetter("is_healthy")))
+    rows = [len(list(row)) for is_healthy, row in by_health if is_healthy]
+    return view.first(
+        (any("was not compared with FP32" in note for note in record.unseen.notes), ""),
+        (
+            max(rows, default=0) <= STEPS_BEFORE_COMPARISON,
+            f"a comparison with FP32 takes over {STEPS_BEFORE_COMPARISON} healthy steps in a row",
+        ),
+        (True, "ampdbg could replay none of the steps that a comparison with FP32 takes"),
+    )
 
 
 def _distance(made: Investigation) -> str:

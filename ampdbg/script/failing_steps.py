@@ -472,7 +472,7 @@ class FailingSteps:
         made = live.investigated()
         if not is_finite(made.low):  # a failing step, which is investigated as such
             self._policy.still_compares(live.facts.optimizer)
-            raise NotReplayableError
+            raise NotReplayableError("its replay in half gives inf or NaN")
         if not is_comparable(made):
             raise NotReplayableError(_why_not_judged(made))
         record = self._watcher.record()

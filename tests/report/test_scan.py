@@ -287,3 +287,22 @@ def test_the_replay_command_names_a_script_outside_the_current_folder(name: str,
     record = replace(run([healthy_step(step) for step in range(6)], script=captured), command="run")
     typed = f"ampdbg replay .ampdbg/captures/now-step-3.safetensors{script}"
     assert typed_next(record, CommandContext("train.py", folder="/home/me")) == typed
+
+
+@pytest.mark.parametrize(
+    ("every", "note", "said"),
+    [
+        (1000, "", "ampdbg could replay none of the steps that a comparison with FP32 takes"),
+        (9, "", "a comparison with FP32 takes over 10 healthy steps in a row"),
+        (9, "step 10 was not compared with FP32: its replay in half gives inf or NaN", "its replay in half gives inf"),
+    ],
+)
+def test_a_run_of_which_no_step_was_compared_with_fp32_says_why(every: int, note: str, said: str) -> None:
+    """``every`` is the number of steps of which the script has repaired the gradients of one."""
+    steps = [replace(healthy_step(step), repaired=step % every == every - 1) for step in range(60)]
+    record = run(steps, script=ScriptRun("train.py", ()), findings=(), verdict="healthy")
+    environment = replace(record.environment, policy="cuda", emulated=False)
+    notes = Unseen(notes=(note,) if note else ())
+    page = " ".join(rendered(replace(record, command="run", environment=environment, unseen=notes)).split())
+    assert said in page
+    assert ("takes" in page) is not bool(note)

@@ -106,7 +106,7 @@ def test_a_run_too_short_for_a_comparison_says_how_many_steps_are_needed(
 ) -> None:
     result, record = run(tmp_path, HIDDEN.replace("range(80)", f"range({steps})"), "1")
     page = " ".join(result.stderr.split())
-    assert ("a comparison with FP32 takes over 10 steps in a row without a skip" in page) != is_compared
+    assert ("a comparison with FP32 takes over 10 healthy steps in a row" in page) != is_compared
     assert ("? No fault found: none of 10 steps skipped; no step was compared with FP32." in page) != is_compared
     assert ("--capture-step 9" in page) != is_compared
     assert ("✓ Healthy: none of 11 steps skipped." in page) == is_compared
