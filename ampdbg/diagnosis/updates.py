@@ -143,7 +143,7 @@ class HalfUpdates(Evident):
 
     @property
     def losing_averages(self) -> list[str]:
-        return [f"that of {one.name} ({one.lost:.0%})" for one in self.losing]
+        return [f"{one.name} ({one.lost:.0%})" for one in self.losing]
 
     @property
     def lost_of_averages(self) -> float:
@@ -219,8 +219,8 @@ SPOILING: tuple[Decision[HalfUpdates], ...] = (
 FORECAST = "[. With such gradients most values stay still at learning rates below {forecast}]"
 
 STILL_AVERAGES = (
-    "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. Of the way of all "
-    "{seen.averages:half average} {lost_of_averages:.0%} is lost. {about_decay}"
+    "{averages:half average} hardly moved in {slowest.steps:step}: {still_averages}. In all, "
+    "{seen.averages:half average} lost {lost_of_averages:.0%} of the movement in float32. {about_decay}"
 )
 OF_AVERAGES = {
     PARAMETERS: "averages.name",
@@ -290,8 +290,8 @@ SMALL: tuple[Decision[HalfUpdates], ...] = (
         AVERAGE,
         "every average kept in half moves, but all together lose over half of their way in float32",
         lambda it: not it.averages and bool(it.losing) and it.lost_of_averages > MOST_OF_THE_UPDATE,
-        "of the way of all {seen.averages:half average} in {slowest.steps:step} {lost_of_averages:.0%} is lost, most "
-        "of {losing_averages}. {about_decay}",
+        "in {slowest.steps:step} {seen.averages:half average} lost {lost_of_averages:.0%} of the movement in float32, "
+        "most of that in {losing_averages}. {about_decay}",
         {**OF_AVERAGES, PARAMETERS: "losing.name"},
         severity="warning",
     ),
