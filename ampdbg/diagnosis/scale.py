@@ -115,7 +115,7 @@ class Scaling(Evident):
     def lows(self) -> list[Step]:
         """The new lows: skipped steps that neither a start nor growth of the scale explains."""
         settling = max(SETTLING_STEPS, self.ran // 10)
-        later = [step for step in self.steps if step.skipped and step.step not in self.grown]
+        later = self._relapses
         begun = (max(start for start in self.starts if start <= step.iteration) for step in later)
         return [step for step, start in zip(later, begun, strict=True) if step.iteration - start >= settling]
 

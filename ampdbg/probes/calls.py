@@ -56,6 +56,8 @@ class Calls:
         """The dtype in which the graphs compute with each parameter, by the parameter's ``id``."""
         self.last_pass_places: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         """Two groups of optimizer places: gradients written by the last pass, and gradients cleared before it."""
+        self.last_moved = frozenset[int]()
+        """The cleared places whose gradients the script has moved to copies of the weights, maybe to add to them."""
         self.graphs = 0
         """The number of loss graphs searched for dtypes."""
         self.scalers: dict[int, str] = {}
@@ -200,9 +202,9 @@ class Calls:
         rewritten = self.rewritten()
         filled = self._filled(rewritten) if scaler else ()
         originals = [(place, marks, marks.now()) for place, (_, marks) in self._originals.items()]
-        # A script that adds gradients of originals to those of its copies, and clears the originals', gives up no pass.
-        moved = {place for place in rewritten if place in self._originals and any(before[place])}
-        cleared = [place for place, marks, _ in originals if marks.are_rewritten()]
+        cleared = [place for place in rewritten if place not in self._originals]
+        cleared += [place for place, marks, _ in originals if marks.are_rewritten()]
+        self.last_moved = frozenset(place for place in cleared if place in self._originals and any(before[place]))
         try:
             result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
@@ -213,8 +215,7 @@ class Calls:
         written = [place for place, state in enumerate(before) if self._marks[place].noted != state]
         added = [place for place in written if place in filled and self._marks[place].have_grown(before[place])]
         copied = [place for place, marks, state in originals if marks.noted != state]
-        gone = tuple(place for place in (*rewritten, *cleared) if place not in moved)
-        self.last_pass_places = (*written, *copied), gone
+        self.last_pass_places = (*written, *copied), tuple(cleared)
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
             halves = ()  # a scaler rejects FP16 gradients, so its absence is not a misuse
         self._note(

@@ -87,7 +87,7 @@ class Watch:
         self._learning = threading.RLock()
         self.left_by_replays: set[str] = set()
         self._interrupted = False
-        self._clears_sound = self._scales_by_hand = self._writes_gradients = False
+        self._clears_sound = self._scales_by_hand = self._writes_gradients = self._adds_in_copies = False
         self._writes_itself = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step ends; True means that it was withheld or repaired, or that its loss is not finite."""
@@ -368,6 +368,7 @@ class Watch:
         wrote, cleared = self.calls.last_pass_places
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
+        cleared = tuple(place for place in cleared if not self._adds_up_in_copies(place))
         given_up = self._loop.went_backward(losses, wrote, cleared)
         # The loop itself may withhold their steps, or repair their gradients.
         for optimizer in self.optimizers if self._scales_by_hand or self._writes_gradients else ():
@@ -378,6 +379,17 @@ class Watch:
         for optimizer in self.optimizers:
             if id(optimizer) == self._loop.now.running:  # its closure has run, and it writes the weights next
                 self._look_before_a_step(optimizer, self._loop.now)
+
+    def _adds_up_in_copies(self, place: int) -> bool:
+        """True if the loop cleared gradients because copies of the weights add them up. A loop also moves them there to
+        check them. If they are not finite, a loop that now lowers its scale, or never added any, withheld the step."""
+        step = self._loop.open.get(place)
+        if place not in self.calls.last_moved or step is None:
+            return False
+        is_lower = self._loop.now.factor < step.factor
+        is_sound = (self._adds_in_copies and not is_lower) or step.has_left_finite()
+        self._adds_in_copies |= is_sound
+        return is_sound or not (is_lower or self.optimizers.have_stepped)
 
     def _look_for_copies(self) -> None:
         """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients."""

@@ -246,7 +246,7 @@ weights = list(net.parameters())
 if masters == "flat":
     net.half()
     stepped = [torch._utils._flatten_dense_tensors([weight.detach().float() for weight in weights])]
-elif masters == "model":
+elif masters in ("model", "moved"):
     stepped = list(copy.deepcopy(net).parameters())
     net.half()
 else:
@@ -267,6 +267,9 @@ for step in range(24):
     else:
         loss *= 2.0**power
         loss.backward()
+    if masters == "moved":
+        for master, weight in zip(stepped, weights):
+            master.grad = weight.grad.float()
     if not all(weight.grad.isfinite().all() for weight in weights):
         power, skipped = power - falls, skipped + 1
         continue
@@ -285,12 +288,14 @@ for step in range(24):
     power += grows
 print(skipped, min(losses), max(losses))
 """)
-"""The script has its own loss scale; weights are float32 under autocast, or half with float32 masters."""
+"""The script has its own loss scale; weights are float32 under autocast, or half with float32 masters.
 
-MASTERS = ("none", "flat", "model")
+Gradients that are "moved" are those of the masters when the script checks them, and stay after a skipped step."""
+
+MASTERS = ("none", "flat", "model", "moved")
 
 
-@pytest.mark.parametrize("masters", slow_except(["flat"], MASTERS))
+@pytest.mark.parametrize("masters", slow_except(["flat", "moved"], MASTERS))
 def test_skips_while_the_scripts_own_loss_scale_settles_are_calibration(tmp_path: Path, masters: str) -> None:
     result, record = run(tmp_path, OWN_SCALER, "22", "1", "0.001", masters, "")
     skipped, least, most = map(float, result.stdout.split())
