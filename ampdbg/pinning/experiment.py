@@ -171,7 +171,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     guilty = _guilty(made)
     far = guilty or ((Suspect(made, made.first_far),) if made.first_far else ())
     if low.error:
-        return Health(f"raised: {low.error}", guilty)
+        return Health(f"an error: {low.error}", guilty)
     if not is_finite(low) or low.buffers:
         return Health(f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made), guilty)
     if not losses_agree(low, fp32, noise_floor(made)):

@@ -125,7 +125,7 @@ def record_without_set(setting: Setting, record: Record, search: Search) -> Reco
     """Return the record if no set is healthy: the failure is outside of all modules, or has no known place."""
     outside, trials = setting.experiment.outside, setting.trials.made
     if not outside:
-        message = f"with every module in FP32 the step still fails: {trials[-1].why}"
+        message = f"pins do not reach all of the step; with every module pinned, it fails: {trials[-1].why}"
         return replace(record, search=replace(search, outcome="no-set-helps", message=message), trials=trials)
     lines = {site.source: site for site in outside if site.source is not None}
     pins = tuple(Pin("", source=source, sites=(site,), reason=0) for source, site in lines.items())

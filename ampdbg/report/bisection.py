@@ -294,7 +294,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
     "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
     "no-set-helps": Ending(
         "bad",
-        lambda ended: f"No set of modules makes {ended.step} healthy, but FP32 throughout does.",
+        lambda ended: f"No pin of modules cures {ended.step}, though all of it in FP32 is finite.",
         has_patch=True,
     ),
     "out-of-trials": Ending("warning", _out_of_trials, "search without that limit"),

@@ -129,7 +129,7 @@ def not_in_a_module() -> Record:
 
 
 def no_set_helps() -> Record:
-    message = f"with every module in FP32 the step still fails: {NAN}"
+    message = f"pins do not reach all of the step; with every module pinned, it fails: {NAN}"
     search = replace(FAILING, outcome="no-set-helps", message=message)
     return searched(search, trials=(trial(("head",), "candidates", NAN), trial(("",), "widened", NAN)))
 

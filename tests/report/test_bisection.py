@@ -188,3 +188,8 @@ def test_unmeasured_costs_of_a_pin_are_dashes() -> None:
     row = next(line for line in plain(searched(FOUND, pins=(pin, ATTENTION))).splitlines() if "head  " in line)
     assert row.split()[-2:] == ["-", "-"]
     assert "backward · head.proj · mm" in row
+
+
+def test_a_step_that_no_pin_cures_is_said_to_be_finite_only_as_a_whole() -> None:
+    page = " ".join(plain(BISECTIONS["no_set_helps"]()).split())
+    assert "though all of it in FP32 is finite. Pins do not reach all of the step; with every module pinned," in page
