@@ -41,6 +41,9 @@ UNEXPLAINED = "unexplained"
 """Evidence key for the skips that neither the start, nor growth, nor a replay explains. They are normal only if they
 are few."""
 
+LOWEST_USUAL = 8.0
+"""A healthy model seldom needs a lower loss scale: its half gradients would be flushed to zero."""
+
 LOWS_OF_A_COLLAPSE = 3
 """This many new lows after settling mean that the scale keeps falling."""
 
@@ -317,12 +320,25 @@ class Scaling(Evident):
         has_gradients = any(0.0 < (step.grad_norm or 0.0) < math.inf for step in last)
         return has_gradients and all(len(row) < len(last) for row in earlier)
 
-    @cached_property
+    @property
     def are_many_unexplained(self) -> bool:
-        """True if no step could be replayed, and skips between taken steps are frequent and continue."""
-        relapses = self._relapses
-        goes_on = bool(relapses) and self.steps[-1].iteration - relapses[-1].iteration < SETTLING_STEPS
-        return goes_on and not self._explained and len(relapses) >= LOWS_OF_A_COLLAPSE
+        return bool(self._doubtful)
+
+    @cached_property
+    def _doubtful(self) -> list[Step]:
+        """The skips due to which the run is not called healthy. If nothing was compared with FP32, these are all, if
+        they are costly. If no step was reproduced, skips between taken steps that are frequent and continue."""
+        if self.are_costly and not self.run.investigations:
+            return self.skipped
+        goes_on = any(self.steps[-1].iteration - step.iteration < SETTLING_STEPS for step in self._relapses[-1:])
+        are_many = goes_on and not self._explained and len(self._relapses) >= LOWS_OF_A_COLLAPSE
+        return self._relapses * are_many
+
+    @property
+    def are_costly(self) -> bool:
+        """True if at least half of the steps are skipped, or the scale settles lower than healthy models need. Before
+        ``SKIPS_IN_A_ROW`` skips, no replay is due."""
+        return SKIPS_IN_A_ROW <= len(self.skipped) >= self.ran / 2 or (self.settled_at or math.inf) < LOWEST_USUAL
 
     @property
     def _relapses(self) -> list[Step]:
@@ -335,11 +351,11 @@ class Scaling(Evident):
     @cached_property
     def unexplained(self) -> list[int]:
         """The numbers of the skips without an explanation by calibration or a replay. They are new lows, and NaN
-        without inf at the first step or after a taken step. If relapses are many, they are all included."""
+        without inf at the first step or after a taken step. If skips are many or costly, all are included."""
         behind_sound = [now for before, now in pairwise(self.steps) if not before.skipped and now in self._relapses]
         early = [*self.steps[:1], *behind_sound]
         of_nan = [step for step in early if step.skipped and is_nan_alone(step.groups)]
-        found = (*self.lows, *(self._relapses if self.are_many_unexplained else of_nan))
+        found = (*self.lows, *(self._doubtful or of_nan))
         return [step.step for step in self.steps if step in found and step.step not in self._explained]
 
     @cached_property
@@ -453,10 +469,12 @@ class Scaling(Evident):
         if not steps:
             return where
         why = "neither the start nor a scale just grown explains every skip"
-        if steps[0] == self.steps[0].step:
+        if self.are_costly:
+            why = "healthy models lose fewer steps, and need no loss scale so low"
+        elif steps[0] == self.steps[0].step:
             why = "the first step has NaN and no inf, which a lower scale may not cure"
         named = ("steps " if steps[1:] else "step ") + listed(map(str, steps), 3)
-        are_few = settled is not None and not self.are_many_unexplained and 2 * len(self.skipped) <= self.ran
+        are_few = settled is not None and not self.are_many_unexplained and SELDOM * len(self.skipped) <= self.ran
         few = ", but so few skipped steps do no harm" * are_few
         return f"{where}; {why}. No replay compared {named} with FP32{few}"
 

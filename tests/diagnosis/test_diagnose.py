@@ -140,8 +140,7 @@ def test_a_skip_with_nan_but_no_inf_at_the_start_or_after_a_taken_step_is_not_ca
         "." * 50,
         "xxxx" + "." * 46,
         "x.x..x" + "." * 50,
-        "x" * 16 + "." * 40,
-        "x" * 11 + ".",
+        "x" * 11 + "." * 12,
         "." * 100 + "x" + "." * 100,
         "." * 60 + "x" + "." * 60 + "x" + "." * 60,
         "xxx.",
@@ -367,6 +366,21 @@ def test_frequent_skips_up_to_the_end_are_not_called_normal_without_a_replay() -
     first = low(scale=16384.0, gradients=())
     made = gradient_investigation(4, first, FP32, cured(first, 4096.0), reproduced=1)
     assert diagnosed(untold.steps, made).verdict == "healthy"
+
+
+@pytest.mark.parametrize("pattern", ["x" * 11 + ".", "x" * 5 + "....", "x" * 16 + "." * 40])
+def test_half_of_all_steps_lost_or_a_scale_of_1_is_not_healthy_unless_compared(pattern: str) -> None:
+    record = diagnosed([with_nan_only(step) if step.step < 5 else step for step in steps_of(pattern)])
+    (found,) = record.findings
+    assert (found.code, found.severity, record.verdict) == ("scale-calibration", "info", "inconclusive")
+    assert headline(record).sentence.startswith("Inconclusive: ")
+    assert found.evidence["unexplained"] == [step.step for step in record.steps if step.skipped]
+    assert "do no harm" not in found.message
+    said = "healthy models lose fewer steps, and need no loss scale so low. No replay compared steps 0, 1, 2 and "
+    assert said in found.message
+    assert diagnosed(pattern).verdict == "inconclusive"
+    made = gradient_investigation(4, low(scale=4096.0), FP32, cured(low(), 1.0), reproduced=1)
+    assert diagnosed(pattern, made).verdict == "healthy"
 
 
 def test_a_static_scale_that_is_too_large_is_reported_without_an_op() -> None:
