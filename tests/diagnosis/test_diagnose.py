@@ -961,7 +961,7 @@ def test_frozen_weights_are_an_error_at_every_measured_cost(cost: float) -> None
     still = FrozenParameter("norm.weight", 64, 0, 1.0)
     (found,) = diagnosed("." * 40, updates=Updates(20, lost=0.5, frozen=(still,), cost=cost)).findings
     assert (found.code, found.severity) == ("frozen-weights", "error")
-    assert f"rounding takes {100 * cost:g}% of what half weights gain in these steps" in found.message
+    assert f"that costs {100 * cost:g}% of the loss's fall" in found.message
 
 
 @pytest.mark.parametrize(("lost", "cost", "is_found"), [(0.39, 0.17, True), (0.39, 0.04, False), (0.1, 0.17, False)])

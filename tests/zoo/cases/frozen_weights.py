@@ -10,7 +10,7 @@ CASE = Case(
     verdict="precision",
     phase="optimizer",
     steps=12,
-    says=("head.weight (0 of 16 values)", "100% of norms"),
+    says=("head.weight (0 of 16 values)", "100% in norms"),
     config={"precision": {"dtype": "bfloat16"}, "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}}},
     twin=("model.args.dtype=float32",),
 )

@@ -6,7 +6,7 @@ CASE = Case(
     code="frozen-weights",
     verdict="precision",
     phase="optimizer",
-    says=("hardly moved in 6 sampled steps", "the way that float32 weights go"),
+    says=("hardly moved in 6 sampled steps", "the movement of float32 weights"),
     config={"precision": {"level": "O0"}, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}}},
     twin=("precision.level=O1", "model.args.half=false"),
 )

@@ -40,7 +40,7 @@ SCRIPTS = ("page.js", "timeline.js", "range_map.js", "sites.js", "modules.js", "
 
 def write(record: Record, typed: view.CommandContext, look: view.Look) -> str:
     """Return the record as a page; a large one in less detail."""
-    names, page = TextTable(), page_of(record, typed)
+    names, page = TextTable(), page_of(record, replace(typed, verbose=True))
     sites, levels = range_map(record, names)
     findings = harmless(record.findings[:MOST_FINDINGS], typed.folder)
     data: dict[str, Any] = {
