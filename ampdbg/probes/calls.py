@@ -56,8 +56,9 @@ class Calls:
         """The dtype in which the graphs compute with each parameter, by the parameter's ``id``."""
         self.last_pass_places: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         """Two groups of optimizer places: gradients written by the last pass, and gradients cleared before it."""
-        self.last_moved = frozenset[int]()
-        """The cleared places whose gradients the script has moved to copies of the weights, maybe to add to them."""
+        self.last_moved = set[int]()
+        """The places whose gradients the script moved to copies of the weights before the last pass. It may add them up
+        there, so they do not count as cleared."""
         self.graphs = 0
         """The number of loss graphs searched for dtypes."""
         self.scalers: dict[int, str] = {}
@@ -202,9 +203,9 @@ class Calls:
         rewritten = self.rewritten()
         filled = self._filled(rewritten) if scaler else ()
         originals = [(place, marks, marks.now()) for place, (_, marks) in self._originals.items()]
-        cleared = [place for place in rewritten if place not in self._originals]
-        cleared += [place for place, marks, _ in originals if marks.are_rewritten()]
-        self.last_moved = frozenset(place for place in cleared if place in self._originals and any(before[place]))
+        cleared = {place for place, marks, _ in originals if marks.are_rewritten()}
+        self.last_moved = {place for place in cleared if any(before[place])}
+        cleared |= set(rewritten).difference(self._originals)
         try:
             result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
@@ -215,7 +216,7 @@ class Calls:
         written = [place for place, state in enumerate(before) if self._marks[place].noted != state]
         added = [place for place in written if place in filled and self._marks[place].have_grown(before[place])]
         copied = [place for place, marks, state in originals if marks.noted != state]
-        self.last_pass_places = (*written, *copied), tuple(cleared)
+        self.last_pass_places = (*written, *copied), tuple(sorted(cleared - self.last_moved))
         if not scaler and any(self._marks[place].holds(torch.float16) for place in written):
             halves = ()  # a scaler rejects FP16 gradients, so its absence is not a misuse
         self._note(

@@ -117,6 +117,13 @@ def is_loss_scale(factor: float) -> bool:
     return factor >= SCALED_BY_HAND and math.frexp(factor)[0] == 0.5
 
 
+def is_lowered(before: float, after: float) -> bool:
+    """True if a loop lowered its loss scale between two passes: by a power of two, unlike two weights of losses."""
+    fell = before / after
+    mantissa = math.frexp(fell)[0]
+    return fell > 1.5 and min(mantissa - 0.5, 1.0 - mantissa) < 1e-6
+
+
 def last_factor(roots: Sequence[Any]) -> float:
     """Return the factor of the script's last product before ``backward``; 1 without a product, or for several losses.
     Syncs on a GPU if the factor is a tensor there."""

@@ -31,7 +31,7 @@ from ampdbg.probes.calls import Calls
 from ampdbg.probes.dtype_contract import DtypeContract
 from ampdbg.probes.gradients import Measures
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import is_scaled_by_hand, last_factor, mark_scaled, scaler_marks
+from ampdbg.probes.loss_graph import is_lowered, is_scaled_by_hand, last_factor, mark_scaled, scaler_marks
 from ampdbg.probes.models import Models, live_in_process, outermost_owners
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
@@ -368,7 +368,7 @@ class Watch:
         wrote, cleared = self.calls.last_pass_places
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
-        cleared = tuple(place for place in cleared if not self._adds_up_in_copies(place))
+        cleared = (*cleared, *filter(self._withholds, tuple(self._loop.open)))
         given_up = self._loop.went_backward(losses, wrote, cleared)
         # The loop itself may withhold their steps, or repair their gradients.
         for optimizer in self.optimizers if self._scales_by_hand or self._writes_gradients else ():
@@ -380,16 +380,17 @@ class Watch:
             if id(optimizer) == self._loop.now.running:  # its closure has run, and it writes the weights next
                 self._look_before_a_step(optimizer, self._loop.now)
 
-    def _adds_up_in_copies(self, place: int) -> bool:
-        """True if the loop cleared gradients because copies of the weights add them up. A loop also moves them there to
-        check them. If they are not finite, a loop that now lowers its scale, or never added any, withheld the step."""
-        step = self._loop.open.get(place)
-        if place not in self.calls.last_moved or step is None:
-            return False
-        is_lower = self._loop.now.factor < step.factor
-        is_sound = (self._adds_in_copies and not is_lower) or step.has_left_finite()
-        self._adds_in_copies |= is_sound
-        return is_sound or not (is_lower or self.optimizers.have_stepped)
+    def _withholds(self, place: int) -> bool:
+        """True if the loop has withheld the open step of an optimizer, though it has not just cleared its gradients.
+
+        They are not finite, and the loop lowers its scale. Or it moved them to copies of the weights to check them, as
+        it has never added any up there.
+        """
+        step, is_moved = self._loop.open[place], place in self.calls.last_moved
+        is_lower = is_lowered(step.factor, self._loop.now.factor)
+        is_sound = not (is_lower or (is_moved and not self._adds_in_copies)) or step.has_left_finite()
+        self._adds_in_copies |= is_sound and is_moved
+        return not is_sound and (is_lower or self.optimizers.have_stepped)
 
     def _look_for_copies(self) -> None:
         """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients."""

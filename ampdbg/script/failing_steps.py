@@ -77,6 +77,8 @@ NOT_IN_FP32 = "its modules give inf or NaN in FP32 too, which it may want, and t
 NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0"
 """The note on a requested step that the script never reached."""
 
+HOOKED = "a wrapper such as DDP hooks its half weights, and a replay in FP32 would remove the hooks"
+
 WITHIN_A_PASS = "its optimizer steps within the backward pass, which a replay would disturb"
 
 
@@ -316,11 +318,12 @@ class FailingSteps:
         Raises:
             NotReplayableError: no replay is allowed, or the replays show nothing.
         """
-        is_free = self._investigates and not hooks_half_weights(live.recorded.model)
+        why_not = HOOKED * hooks_half_weights(live.recorded.model)
+        is_free = self._investigates and not why_not
         if self.captures.are_wanted and (live.recorded.reach == "whole" or is_free):
             self._capture(live)
         if not is_free:
-            raise NotReplayableError
+            raise NotReplayableError(why_not)
         made = live.investigated()
         made = replace(made, is_of_others=is_in_group() and not made.reproduced)
         if settles(made):
@@ -466,9 +469,7 @@ class FailingSteps:
             self._policy.still_compares(place)
             raise
         if hooks_half_weights(live.recorded.model):
-            raise NotReplayableError(
-                "a wrapper such as DDP hooks its half weights, and a replay in FP32 would remove the hooks"
-            )
+            raise NotReplayableError(HOOKED)
         made = live.investigated()
         if not is_finite(made.low):  # a failing step, which is investigated as such
             self._policy.still_compares(live.facts.optimizer)
@@ -546,14 +547,18 @@ class FailingSteps:
         """Investigate the step in which the script ended after a backward pass. For example, the script checks its
         gradients, or too few micro-batches are left for a step."""
         why = self._watcher.nonfinite_in_open_step(is_cut=is_cut)
-        if why is not None and (is_cut or not self.found):
+        if why is not None and (is_cut or not self._is_shown):
             self._investigate_at_end(self._watcher.log.closed(), why)
 
+    @property
+    def _is_shown(self) -> bool:
+        return bool(self.found or self.captures.written)
+
     def _ended_between_steps(self) -> None:
-        """Investigate the last step if it was withheld and no investigation exists."""
-        last = next(reversed(self._watcher.steps), None)
-        if last is not None and last.skipped and not self.found and self.recorder.has_losses:
-            self._investigate_at_end(last.step, "gradients" if math.isfinite(last.loss) else "loss")
+        """Investigate the last step if it was withheld, and no failing step is investigated or captured."""
+        for last in self._watcher.steps[-1:]:
+            if last.skipped and not self._is_shown and self.recorder.has_losses:
+                self._investigate_at_end(last.step, "gradients" if math.isfinite(last.loss) else "loss")
 
     def _investigate_at_end(self, number: int, why: Why) -> None:
         if self._looked_at < number and self._policy.is_open(why):

@@ -1,11 +1,13 @@
 """Tests of loops with a loss scale of their own: which passes are one step, and which steps the loop withheld."""
 
+import math
 from collections.abc import Collection
 
 import pytest
 import torch
 from torch import nn
 
+from ampdbg.probes.loss_graph import is_lowered
 from ampdbg.probes.watch import watch
 from ampdbg.record.run import Step
 from tests.siblings import slow_except
@@ -18,7 +20,8 @@ class OwnScale:
 
     Args:
         way: "weights" are stepped themselves. Float32 copies of half weights are "kept" with their gradients after a
-            withheld step, or "cleared", or each micro-batch is "added" to them.
+            withheld step, or "cleared", or each micro-batch is "added" to them. If those of half weights are "left",
+            no later step is finite.
         zeroes: Gradients become zero, not None.
     """
 
@@ -48,7 +51,7 @@ class OwnScale:
 
     def step(self, lowers: float) -> None:
         """Step, or divide the scale by ``lowers`` if gradients are not finite."""
-        if self.way in ("kept", "cleared"):
+        if self.way in ("kept", "cleared", "left"):
             for copy, weight in zip(self.copies, self.weights, strict=True):
                 copy.grad = None if weight.grad is None else weight.grad.float()
         gradients = [copy.grad for copy in self.copies if copy.grad is not None]
@@ -60,7 +63,7 @@ class OwnScale:
                     weight.copy_(copy)
         else:
             self.scale /= lowers
-        if self.way in ("cleared", "added"):
+        if self.way in ("cleared", "added", "left"):
             self.clear(self.copies)
 
 
@@ -72,7 +75,7 @@ def trained(
     loop, sums = OwnScale(way, zeroes=zeroes), list[float]()
     with watch(loop.net, loop.optimizer) as watched:
         for step in range(STEPS):
-            loop.clear(loop.weights)
+            loop.clear(loop.weights if way != "left" else [])
             sums.append(sum(loop.backward(1e6 if step in bad and not part else 1.0) for part in range(micro)))
             loop.step(lowers)
     return watched.steps, sums
@@ -100,6 +103,26 @@ def test_steps_that_a_loop_withholds_at_a_constant_scale_are_counted(way: str, m
     steps, sums = trained(way, micro, (8, 9), lowers=1.0)
     assert [step.step for step in steps if step.skipped] == [8, 9]
     assert [step.loss for step in steps] == pytest.approx(sums, rel=1e-3)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_steps_are_counted_by_the_falling_scale_if_a_loop_never_clears_what_overflowed(micro: int) -> None:
+    steps, sums = trained("left", micro, (0,))
+    assert [(step.skipped, step.passes) for step in steps] == [(True, micro)] * STEPS
+    assert [step.loss for step in steps] == pytest.approx(sums, rel=1e-3)
+
+
+@pytest.mark.parametrize("now", [512.0, 256.0, 2**9 * (1 + 1e-12)])
+def test_a_loss_scale_is_lowered_by_a_power_of_two(now: float) -> None:
+    assert is_lowered(1024.0, now)
+    assert not is_lowered(now, 1024.0)
+
+
+@pytest.mark.parametrize(
+    "weights", [(1024.0, 1024.0), (100.0, 30.0), (1.0, 1.0), (math.inf, math.inf), (1.0, math.nan)]
+)
+def test_two_weights_of_losses_are_no_lowered_scale(weights: tuple[float, float]) -> None:
+    assert not is_lowered(*weights)
 
 
 @pytest.mark.parametrize("micro", [1, 2])

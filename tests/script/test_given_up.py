@@ -107,7 +107,10 @@ def test_a_step_that_the_script_skips_is_named_captured_and_patched(tmp_path: Pa
 def test_half_weights_with_ddp_hooks_are_investigated_only_by_ampdbg_replay(tmp_path: Path) -> None:
     result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
     assert (result.code, record.investigations, record.steps_skipped) == (1, (), 10)
-    assert "also in FP32 ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
+    page = " ".join(result.stderr.split())
+    assert "also in FP32 ampdbg replay .ampdbg/captures/" in page
+    (note,) = [note for note in record.unseen.notes if "could not be replayed" in note]
+    assert note.startswith("step 0, whose loss is not finite, could not be replayed: its half weights have a wrapper's")
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
     assert OVERFLOW in " ".join(replayed.stdout.split())
