@@ -126,6 +126,10 @@ class OpenStep:
     def _left(self) -> list[Scalar]:
         return [*chain.from_iterable(self.left_norms.values())]
 
+    def is_known_sound(self) -> bool:
+        """True unless a loss on the host or a measured gradient norm is not finite. On a GPU the norms sync."""
+        return self.is_known_finite() and self.has_left_finite()
+
     def read_losses_aside(self) -> None:
         """Read the losses if the GPU has already computed them, without a wait for later GPU work."""
         if self.mark is not None and self.mark.is_passed:

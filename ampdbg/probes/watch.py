@@ -388,7 +388,7 @@ class Watch:
         """
         step, is_moved = self._loop.open[place], place in self.calls.last_moved
         is_lower = is_lowered(step.factor, self._loop.now.factor)
-        is_sound = not (is_lower or (is_moved and not self._adds_in_copies)) or step.has_left_finite()
+        is_sound = not (is_lower or (is_moved and not self._adds_in_copies)) or step.is_known_sound()
         self._adds_in_copies |= is_sound and is_moved
         return not is_sound and (is_lower or self.optimizers.have_stepped)
 
@@ -403,7 +403,7 @@ class Watch:
     def _give_up(self, step: OpenStep) -> None:
         """End a step without an update: all its gradients were cleared before any optimizer stepped."""
         step.read_losses_aside()
-        is_sound = self.has_unseen_steps or (step.is_known_finite() and step.has_left_finite())
+        is_sound = self.has_unseen_steps or step.is_known_sound()
         # A loop that clears the gradients of finite losses abandons no step: the pass has another purpose, as in SAM.
         self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
         step.skipped = not (is_sound or self._clears_sound)

@@ -68,15 +68,16 @@ class OwnScale:
 
 
 def trained(
-    way: str, micro: int, bad: Collection[int], *, zeroes: bool = False, lowers: float = 2.0
+    way: str, micro: int, bad: Collection[int], *, zeroes: bool = False, lowers: float = 2.0, gain: float = 1e6
 ) -> tuple[tuple[Step, ...], list[float]]:
     """Return the watched steps, and the loss sum of each. The first of ``micro`` micro-batches of the steps ``bad``
-    overflows, and these steps are withheld."""
+    overflows by its ``gain``, and these steps are withheld. If that is infinite, the loop has no loss scale."""
     loop, sums = OwnScale(way, zeroes=zeroes), list[float]()
+    loop.scale = 1.0 if gain == math.inf else loop.scale
     with watch(loop.net, loop.optimizer) as watched:
         for step in range(STEPS):
             loop.clear(loop.weights if way != "left" else [])
-            sums.append(sum(loop.backward(1e6 if step in bad and not part else 1.0) for part in range(micro)))
+            sums.append(sum(loop.backward(gain if step in bad and not part else 1.0) for part in range(micro)))
             loop.step(lowers)
     return watched.steps, sums
 
@@ -103,6 +104,13 @@ def test_steps_that_a_loop_withholds_at_a_constant_scale_are_counted(way: str, m
     steps, sums = trained(way, micro, (8, 9), lowers=1.0)
     assert [step.step for step in steps if step.skipped] == [8, 9]
     assert [step.loss for step in steps] == pytest.approx(sums, rel=1e-3)
+
+
+@pytest.mark.parametrize("way", ["kept", "cleared", "added"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_steps_that_a_loop_withholds_after_an_infinite_loss_are_counted(way: str, micro: int) -> None:
+    steps, _ = trained(way, micro, (8, 9), lowers=1.0, gain=math.inf)
+    assert [(step.skipped, step.passes) for step in steps] == [(at in (8, 9), micro) for at in range(STEPS)]
 
 
 @pytest.mark.parametrize("micro", [1, 2])
