@@ -393,12 +393,14 @@ class Watch:
         return not is_sound and (is_lower or self.optimizers.have_stepped)
 
     def _look_for_copies(self) -> None:
-        """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients."""
+        """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients. The
+        weights are those of one model, or of all with gradients."""
         every = (one for module in live_in_process(torch.nn.Module) for one in module.parameters(recurse=False))
-        owners = outermost_owners({id(one) for one in every if one.grad is not None}) if len(self.optimizers) else ()
-        weights = {id(one): one for owner in owners for one in owner.parameters() if one.requires_grad}
-        for optimizer in self.optimizers.adopt_copies_of([*weights.values()]):
-            self.calls.add_originals(optimizer, weights.values())
+        owners = outermost_owners({id(one) for one in every if one.grad is not None}) if len(self.optimizers) else []
+        for models in dict.fromkeys((tuple(owners), *((owner,) for owner in owners))):
+            weights = {id(one): one for owner in models for one in owner.parameters() if one.requires_grad}
+            for optimizer in self.optimizers.adopt_copies_of([*weights.values()]):
+                self.calls.add_originals(optimizer, weights.values())
 
     def _give_up(self, step: OpenStep) -> None:
         """End a step without an update: all its gradients were cleared before any optimizer stepped."""

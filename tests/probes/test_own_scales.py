@@ -106,6 +106,15 @@ def test_steps_that_a_loop_withholds_at_a_constant_scale_are_counted(way: str, m
     assert [step.loss for step in steps] == pytest.approx(sums, rel=1e-3)
 
 
+def test_copies_are_followed_beside_another_model_with_gradients() -> None:
+    other = nn.Linear(3, 3)
+    other(torch.ones(1, 3)).sum().backward()
+    steps, sums = trained("cleared", 3, (8, 9), lowers=1.0)
+    assert [step.step for step in steps if step.skipped] == [8, 9]
+    assert [step.loss for step in steps] == pytest.approx(sums, rel=1e-3)
+    assert other.weight.grad is not None
+
+
 @pytest.mark.parametrize("way", ["kept", "cleared", "added"])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_steps_that_a_loop_withholds_after_an_infinite_loss_are_counted(way: str, micro: int) -> None:
