@@ -313,7 +313,9 @@ def test_captures_and_script_records_are_refused_with_the_command_to_use(
     Path("my step.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
     lost = replace(healthy(), command="run", script=ScriptRun("train.py", ("--lr", "1")), config={})
     write_record(lost, Path("lost.json"))
-    write_record(replace(lost, steps=(replace(lost.steps[0], step=7, skipped=True),)), Path("failed.json"))
+    write_record(
+        replace(lost, steps=(replace(lost.steps[0], step=7, skipped=True, found_inf=True),)), Path("failed.json")
+    )
     write_record(replace(lost, script=ScriptRun("train.py", captures=("my step.safetensors",))), Path("kept.json"))
     result = here.refused(command, name, *([name] if command == "compare" else []))
     assert result.stderr.startswith(begins.replace("COMMAND", command))
