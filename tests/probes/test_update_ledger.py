@@ -6,7 +6,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -427,6 +429,21 @@ def test_a_stuck_second_moment_is_found_from_windows_over_a_part_of_the_steps(
         in_float32 = (1.0 - beta**50) * beta**1950 + 1e-4 * (1.0 - beta**1950)
         kept = float(optimizer.state[weights[beta]]["exp_avg_sq"].float().mean())
         assert least < one.times / (kept / in_float32) <= 1.01
+
+
+def test_steps_between_windows_take_none_of_the_time_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    milliseconds = count()  # each look at the clock takes one
+    monkeypatch.setattr(update_ledger, "time", SimpleNamespace(perf_counter=lambda: next(milliseconds) / 1000))
+    net = nn.Linear(4, 4).to(HALF)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    with watch(net, optimizer) as watched:
+        for _ in range(2000):
+            optimizer.zero_grad()
+            net(torch.ones(2, 4, dtype=HALF)).square().sum().backward()
+            optimizer.step()
+    seen = watched.ledger.seen
+    assert seen is not None
+    assert seen.steps == 4 * update_ledger.WINDOW  # four later windows of 30 ms in 6 s
 
 
 @pytest.mark.parametrize("passes", slow_except([16, 1024], [16, 64, 256, 1024]))
