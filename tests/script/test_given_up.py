@@ -110,7 +110,9 @@ def test_half_weights_with_ddp_hooks_are_investigated_only_by_ampdbg_replay(tmp_
     page = " ".join(result.stderr.split())
     assert "also in FP32 ampdbg replay .ampdbg/captures/" in page
     (note,) = [note for note in record.unseen.notes if "could not be replayed" in note]
-    assert note.startswith("step 0, whose loss is not finite, could not be replayed: its half weights have a wrapper's")
+    assert note.startswith(
+        "step 0, whose loss is not finite, could not be replayed: a wrapper such as DDP hooks its half weights"
+    )
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
     assert OVERFLOW in " ".join(replayed.stdout.split())
