@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -331,16 +332,21 @@ def placed(model: torch.nn.Module, kind: Callable[[torch.nn.Module, ModulePaths]
         yield trace
 
 
+MOST_MAKERS = 8
+"""The most places kept as the makers of one half tensor."""
+
+
 class HalfMakers:
     """Finds the ops that made the half tensors which FP32 ops read. The backward pass casts their gradients back to
     half, and a pin of the FP32 op does not change that.
 
-    Products and casts make half tensors. Any other op keeps the dtype of its inputs, and has the input's maker that ran
-    last: with that maker in FP32, the op is in FP32 too.
+    Casts and products make half tensors. Any other op keeps the dtype of its inputs: with one of the ops since the last
+    product in FP32, all later ones are too. Each of these is a maker, but behind a cast only the cast.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[int, OpPlace, str]] = {}
+        self._makers: dict[int, tuple[int, dict[OpPlace, str]]] = {}
+        """By storage: when the last cast or product ran, and the makers with their names, the latest first."""
         self._read: dict[OpPlace, dict[OpPlace, str]] = {}
         self._ran = 0
 
@@ -350,16 +356,20 @@ class HalfMakers:
             return
         self._ran += 1
         keys = [storage_of(tensor) for tensor in op.given if tensor.dtype in HALVES and tensor.requires_grad]
-        makers = [self._last[key] for key in keys if key in self._last]
-        last = (self._ran, op.place, op.traits.name)
-        if op.traits.base_name not in ATEN_PRODUCTS:
-            last = max(makers, default=last)
+        made_by = [self._makers[key] for key in keys if key in self._makers]
         half = [tensor for tensor in op.made if tensor.dtype in HALVES]
-        for tensor in op.made:
-            self._last.pop(storage_of(tensor), None)
-        self._last |= {key: last for key in map(storage_of, half) if key}
         if not half:
-            self._read.setdefault(op.place, {}).update((maker, name) for _, maker, name in makers)
+            self._read.setdefault(op.place, {}).update(item for _, each in made_by for item in each.items())
+        made = op.place, op.traits.name
+        makers = self._ran, dict([made])
+        if made_by and op.traits.base_name not in ATEN_PRODUCTS:
+            number, before = max(made_by, key=itemgetter(0))
+            *since, first = before.items()
+            is_cast = base_name(first[1]) in CASTS
+            makers = number, before if is_cast else dict((made, *since[: MOST_MAKERS - 2], first))
+        for tensor in op.made:
+            self._makers.pop(storage_of(tensor), None)
+        self._makers |= {key: makers for key in map(storage_of, half) if key}
 
     def of_gradient(self, op: RunningOp) -> Mapping[OpPlace, str]:
         """If the op casts a gradient to half, return the ops that made its tensor half, with names; else nothing."""

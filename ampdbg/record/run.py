@@ -62,8 +62,8 @@ class Producer:
         reaches_gradients: the loss is finite, and gradients are not because of the op. It can be a forward op whose NaN
             is not part of the loss but enters a backward pass.
         is_given: the exception: some inputs are inf or NaN, and no op of the step produced them.
-        made_half: for the cast of a gradient to half: the forward ops that made its tensor half. If they run in FP32,
-            there is no such cast.
+        made_half: for the cast of a gradient to half: the forward ops that made its tensor half, the latest first. If
+            one of them runs in FP32, there is no such cast.
     """
 
     phase: Phase
