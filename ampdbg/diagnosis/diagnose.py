@@ -31,6 +31,10 @@ SPOILT = (WEIGHTS, SMALL_UPDATES)
 """The codes for non-finite weights."""
 
 
+REFUSED = "FP32 was refused ({}): what takes only half ran in half there, and all else in FP32"
+"""The note on a step whose code takes only half tensors."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Findings of one kind. ``find`` yields them for a record; ``decisions`` are the rows of its table, if it has
@@ -102,7 +106,8 @@ def diagnose(record: Record) -> Record:
     rises = (risen(losses_of(timeline.steps)) for timeline in record.timelines)
     is_sound = all(finding.severity != "error" for finding in found)
     note = next(filter(None, rises), "") if is_sound and not record.error else ""
-    notes = (*record.unseen.notes, *[note] * (note not in ("", *record.unseen.notes)))
+    refusals = (REFUSED.format(made.reference.refusal) for made in record.investigations if made.reference.refusal)
+    notes = tuple(filter(None, dict.fromkeys((*record.unseen.notes, *refusals, note))))
     return replace(record, findings=found, verdict=verdict, unseen=replace(record.unseen, notes=notes))
 
 

@@ -209,3 +209,24 @@ def replaced(owner: Any, name: str, replacement: Callable[[Callable[..., Any]], 
     finally:
         if getattr(owner, name) is ours:  # else another library has wrapped ours, which now only calls the original
             setattr(owner, name, original) if is_own else delattr(owner, name)
+
+
+@contextlib.contextmanager
+def applications_replaced(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> Iterator[None]:
+    """Replace ``apply`` of every ``autograd.Function`` while the context is entered. ``run`` gets the original, the
+    function, and its arguments and keyword arguments."""
+    own: Any = vars(torch.autograd.Function)["apply"]
+
+    @functools.wraps(own.__func__)
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own.__func__(function, *args, **kwargs)
+        return run(own.__get__(None, function), function, args, kwargs)
+
+    ours = classmethod(apply)
+    torch.autograd.Function.apply = ours  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if vars(torch.autograd.Function)["apply"] is ours:  # else another wrapper replaced it since
+            torch.autograd.Function.apply = own  # type: ignore[method-assign]

@@ -107,6 +107,8 @@ class Replay:
         producers: the ops where inf or NaN starts, if the replay was traced, in order of execution. Ops that explain a
             NaN loss, and forward ops that reach the gradients, come first.
         error: the error of the user's code, or "".
+        refusal: the error that this dtype raised at first. In this replay tensors claimed to be half, and a call that
+            takes only half ran in half.
         rounded: the weights were rounded to the run's dtype first. The distance of this replay from FP32 is the noise
             floor (of several roundings the largest distance).
         gradient_distance: norm of the difference from FP32's gradients over their norm, if both are finite.
@@ -125,6 +127,7 @@ class Replay:
     buffers: tuple[str, ...] = ()
     producers: tuple[Producer, ...] = ()
     error: str = ""
+    refusal: str = ""
     rounded: bool = False
     gradient_distance: float | None = None
     lost_energy: float | None = None

@@ -39,7 +39,16 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_beside, leaves_of_small_graph
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.optimizers import stepped_by
-from ampdbg.probes.seams import Seam, attached, is_captured, is_fx_tracing, is_in_backward, is_tracing, replaced
+from ampdbg.probes.seams import (
+    Seam,
+    applications_replaced,
+    attached,
+    is_captured,
+    is_fx_tracing,
+    is_in_backward,
+    is_tracing,
+    replaced,
+)
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import Mark, is_finite, nbytes, read_aside, times_written
@@ -222,7 +231,7 @@ class Recorder(TorchFunctionMode):
         stack.callback(entered.clear)
         stack.enter_context(replaced(torch.nn.Module, "__call__", lambda original: _noting(original, entered)))
         stack.enter_context(replaced(torch, "compile", lambda original: _compiling(original, entered)))
-        stack.enter_context(_applications_replaced(entered))
+        stack.enter_context(applications_replaced(functools.partial(_applied, entered)))
         for owner, name, do in (
             (torch.Tensor, "backward", Recorder._leave_before_backward),
             (torch.autograd, "backward", Recorder._leave_before_backward),
@@ -1142,24 +1151,9 @@ def _compiling(original: Callable[..., Any], entered: Sequence[Recorder]) -> Cal
     return compiling
 
 
-@contextlib.contextmanager
-def _applications_replaced(entered: Sequence[Recorder]) -> Iterator[None]:
-    """Send each applied ``autograd.Function`` to the entered recorder while this is entered."""
-    own: Any = vars(torch.autograd.Function)["apply"]
-
-    @functools.wraps(own.__func__)
-    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not entered:
-            return own.__func__(function, *args, **kwargs)
-        return entered[0].run_application(own.__get__(None, function), function, args, kwargs)
-
-    ours = classmethod(apply)
-    torch.autograd.Function.apply = ours  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        if vars(torch.autograd.Function)["apply"] is ours:  # else another wrapper replaced it since
-            torch.autograd.Function.apply = own  # type: ignore[method-assign]
+def _applied(entered: Sequence[Recorder], apply: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    """Run an ``autograd.Function``, in the entered recorder if there is one."""
+    return entered[0].run_application(apply, function, args, kwargs) if entered else apply(*args, **kwargs)
 
 
 def _first(do: Callable[..., None], entered: Sequence[Recorder], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES, clip
-from ampdbg.precision.widening import LIFTS, Wider, altered, lifted, rounded, spread, widen, widened
+from ampdbg.precision.widening import LIFTS, HalfClaims, Wider, altered, lifted, rounded, spread, widen, widened
 from ampdbg.probes.draws import same_random_numbers
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpKey, OpTrace, placed
 from ampdbg.probes.producer_trace import ProducerTrace, Sampled, SampleTrace
-from ampdbg.probes.seams import replaced
+from ampdbg.probes.seams import Seam, applications_replaced, attached, replaced
 from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.step_hooks import step_of_class
 from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
@@ -72,6 +72,9 @@ class Manner:
         """Return the tensor that replaces a tensor of the model or the batch."""
         return tensor if self.wider is None else widened(tensor, self.wider)
 
+
+WIDE = ("float32", "float64")
+"""The dtypes of replays without autocast."""
 
 FP32 = Manner("float32")
 """The reference replay."""
@@ -128,8 +131,27 @@ def replay_step(
 
     Returns:
         The replay. An error of the user's code is stored in it and not raised: code that works in FP16 may name a dtype
-        and fail in another.
+        and fail in another. Code that refuses a wider dtype runs in it a second time, with :class:`HalfClaims`.
     """
+    replayed = functools.partial(_replayed, run, snapshot, manner, traced, keep_gradients, stops_at_loss)
+    made = replayed()
+    is_refused = bool(made.replay.error) and "OutOfMemoryError" not in made.replay.error
+    if is_refused and manner.dtype in WIDE and manner.is_lifted:
+        again = replayed(HalfClaims(run.mode.dtype, getattr(torch, manner.dtype)))
+        if not again.replay.error:
+            return replace(again, replay=replace(again.replay, refusal=made.replay.error))
+    return made
+
+
+def _replayed(
+    run: Run,
+    snapshot: Snapshot,
+    manner: Manner,
+    traced: TraceKind | None,
+    keep_gradients: bool,
+    stops_at_loss: bool,
+    claims: HalfClaims | None = None,
+) -> Replayed:
     model = run.workload.model
     weights = altered(model.parameters(), manner.rounded)
     # The step showed its warnings when it ran. Python would show them once more for a repeated call.
@@ -144,7 +166,7 @@ def replay_step(
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
-            loss, error = _try(run, snapshot, manner, stops_at_loss=stops_at_loss)
+            loss, error = _try(run, snapshot, manner, stops_at_loss=stops_at_loss, claims=claims)
             _wait(run.device)
             seconds = time.perf_counter() - started
         if error:
@@ -241,13 +263,23 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
             return
 
 
-def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
+def _try(
+    run: Run,
+    snapshot: Snapshot,
+    manner: Manner,
+    *,
+    stops_at_loss: bool = False,
+    claims: HalfClaims | None = None,
+) -> tuple[float, str]:
     """Return the loss, or the first line of the error that the user's code raised."""
     has_precision_of_run = not manner.is_lifted and manner.dtype == run.mode.format.name
     run.tail.scale = manner.scale
     try:
         with (
-            lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext(),
+            lifted(manner.dtype, claims.in_half if claims is not None else ())
+            if manner.is_lifted
+            else contextlib.nullcontext(),
+            _in_force(claims) if claims is not None else contextlib.nullcontext(),
             same_random_numbers(snapshot.draws, notes=has_precision_of_run, wider=manner.wider),
         ):
             losses = run_pass(
@@ -264,6 +296,17 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
         return math.nan, first_line(error)
 
 
+@contextlib.contextmanager
+def _in_force(claims: HalfClaims) -> Iterator[None]:
+    def around(seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with claims if seam == "engine" else contextlib.nullcontext():  # a checkpoint repeats its forward pass there
+            return original(*args, **kwargs)
+
+    applied = applications_replaced(lambda apply, function, args, kwargs: claims.run(apply, args, kwargs))
+    with applied, attached(around), claims:
+        yield
+
+
 def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
     with _disable_current_modes():  # not an op of the step: another scale does not change the result
         return loss.float() * scale
@@ -275,7 +318,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _lowered(run: Run, dtype: str) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if dtype in ("float32", "float64") else run.mode.in_half(dtype)
+    return contextlib.nullcontext() if dtype in WIDE else run.mode.in_half(dtype)
 
 
 def _unscaled_norm(gradients: Iterable[torch.Tensor], scale: float) -> float:

@@ -1,11 +1,14 @@
 """Tensors rounded to a narrower format, to the nearest value or at random."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from ampdbg.precision.widening import rounded, spread
+from ampdbg.precision.widening import HalfClaims, lifted, rounded, spread
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -58,3 +61,37 @@ def test_spread_leaves_the_random_state_unchanged_and_accepts_any_shape() -> Non
         before = torch.get_rng_state()
         assert spread(tensor, torch.float16, 1).shape == tensor.shape
         assert torch.equal(torch.get_rng_state(), before)
+
+
+class TakesHalf(torch.autograd.Function):
+    """Refuses float32, as compiled code does: no Python code asks for the dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if x.detach().numpy().dtype != np.float16:
+            raise RuntimeError("half only")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        assert gradients[0].numpy().dtype == np.float16
+        return (2 * gradients[0].float()).half()
+
+
+def test_float32_tensors_claim_to_be_half_and_a_refused_call_runs_in_half() -> None:
+    claims = HalfClaims(torch.float16, torch.float32)
+    x = torch.full((3,), 1 / 3, requires_grad=True)
+    with lifted("float32", claims.in_half), claims:
+        assert (x.dtype, x.double().dtype, x.long().dtype) == (torch.float16, torch.float64, torch.int64)
+        y = claims.run(TakesHalf.apply, (x,), {})
+        (y * 1e-9).sum().backward()  # zero in half
+        (x * 1e-9).sum().backward()
+    assert (y.dtype, x.dtype) == (torch.float32, torch.float32)
+    assert y.tolist() == (2 * x.half()).tolist()
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([1e-9] * 3)
+
+
+def test_a_call_that_refuses_half_too_raises_its_own_error() -> None:
+    with HalfClaims(torch.float16, torch.float32), pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
