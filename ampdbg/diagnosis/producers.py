@@ -127,6 +127,12 @@ class Suspect:
         made = self.producer
         return made.divides_by_zero and made.nan > 0 and made.input_largest == 0.0 and bool(made.fp32_largest)
 
+    @property
+    def is_explained(self) -> bool:
+        """True if the op's numbers show why it fails; a constant, such as a mask, explains nothing."""
+        by_value = self.overflows or self.overflows_in_half_alone or self.departs
+        return not self.is_constant and (by_value or self.is_flushed or self.is_below_zero)
+
     # Text of messages
 
     @property
@@ -220,9 +226,9 @@ def culprit(made: Investigation) -> Suspect | None:
     """Return the suspect that explains the step, or None. A constant is usually a mask, and is chosen last.
 
     If gradients are finite at a lower scale, the backward pass overflows. The forward pass is examined too if some are
-    zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op with inf or NaN
-    that reaches them. Ops without gradients, such as a matcher, do not. An overflow is preferred to a division by the
-    zeros that it leaves behind: a norm that divides by inf.
+    zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op that its own
+    numbers explain. Then prefer one with inf or NaN that reaches the gradients: ops without gradients, such as a
+    matcher, do not. An overflow is preferred to a division by the zeros that it leaves behind: a norm that divides by inf.
     """
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOISE_LIMIT
@@ -231,8 +237,9 @@ def culprit(made: Investigation) -> Suspect | None:
     overflow = any(one.overflows and not one.is_constant for one in found if one.producer.phase == "forward")
     is_of_any = made.why == "loss" or survived is not None
 
-    def order(one: Suspect) -> tuple[bool, bool, bool]:
-        return not (is_of_any or one.producer.reaches_gradients), overflow and one.is_left_nothing, one.is_constant
+    def order(one: Suspect) -> tuple[bool, bool, bool, bool]:
+        reaches, explained = (is_of_any or how for how in (one.producer.reaches_gradients, one.is_explained))
+        return not explained, not reaches, overflow and one.is_left_nothing, one.is_constant
 
     return min(found, key=order, default=None)
 
