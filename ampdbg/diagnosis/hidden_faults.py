@@ -10,7 +10,9 @@ from typing import Any
 
 from ampdbg.agreement import (
     AGREEMENT,
+    GRADIENT_AGREEMENT,
     LOST_ENERGY,
+    NOISE_FLOORS,
     agrees,
     is_beyond_noise,
     is_comparable,
@@ -121,8 +123,12 @@ class HiddenFault(Evidence):
 
     @property
     def chooses_otherwise(self) -> bool:
-        """True if the loss agrees, but an op chooses differently than in FP32, such as the box for an object."""
-        return self.made.choice is not None and losses_agree(self.low, self.made.reference, noise_floor(self.made))
+        """True if an op chooses differently than in FP32, such as the box for an object, and the loss agrees. A loss
+        counts as agreeing where rounding the weights alone moves the gradients far, and no less than half does."""
+        floor, distance = noise_floor(self.made), self.low.gradient_distance or 0.0
+        noise = (floor.gradient_distance or 0.0) if floor else 0.0
+        is_noise = noise > GRADIENT_AGREEMENT and distance <= NOISE_FLOORS * noise
+        return self.made.choice is not None and (is_noise or losses_agree(self.low, self.made.reference, floor))
 
     @property
     def lost_energy(self) -> float:
@@ -253,9 +259,9 @@ HIDDEN: tuple[Decision[HiddenFault], ...] = (
     ),
     Decision(
         FAR_FROM_FP32,
-        "gradients are so far, the loss agrees, and an op takes other elements than in FP32: information",
+        "an op takes other elements than in FP32, and the loss agrees, or rounding weights leads as far: information",
         lambda fault: fault.departs and fault.chooses_otherwise,
-        "the gradients are {beyond_noise}, though the loss agrees" + FIRST_FAR,
+        "the gradients are {beyond_noise}" + FIRST_FAR,
         remedy="none where the other choice is as good; else run the op that decides it in FP32",
         severity="info",
     ),

@@ -640,6 +640,28 @@ def test_an_erased_overflow_is_information_and_does_not_hide_precision_loss(
     assert [(one.code, one.severity) for one in diagnosed("...", made).findings] == [found]
 
 
+CHOICE = replace(OVERFLOWS, phase="forward", op="aten.index.Tensor", inf=0, finite_in_fp32=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "distance", "noise", "severity"),
+    [
+        (1.01, 0.88, 0.1, "info"),  # the loss agrees
+        (1.06, 0.88, 0.49, "info"),  # rounding the weights leads as far
+        (1.06, 0.88, 0.24, "error"),
+        (1.06, 2.1, 0.49, "error"),
+        (1.06, 0.88, 0.1, "error"),
+    ],
+)
+def test_another_choice_is_information_where_the_loss_agrees_or_rounding_weights_leads_as_far(
+    loss: float, distance: float, noise: float, severity: str
+) -> None:
+    finite = low(loss=loss, grad_norm=1.0, gradients=(), gradient_distance=distance, lost_energy=0.0)
+    floor = replace(FP32, rounded=True, gradient_distance=noise)
+    made = Investigation(2, "end", finite, FP32, floor=floor, loss=loss, choice=CHOICE, first_far=CHOICE)
+    assert [(one.code, one.severity) for one in diagnosed("...", made).findings] == [("precision-loss", severity)]
+
+
 @pytest.mark.parametrize("is_erased", [False, True])
 def test_an_erased_overflow_is_not_the_cause_of_infinite_gradients(is_erased: bool) -> None:
     first = replace(OVERFLOWS, is_erased=is_erased)
