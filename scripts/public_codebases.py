@@ -115,7 +115,7 @@ CASES = (
     Case(
         "inspyrenet",
         "plemeri/InSPyReNet",
-        needs=("timm", "opencv-python-headless"),
+        needs=("timm", "opencv-python-headless", "easydict"),
         steps=4,
         fault=Fault("misuse-bce", "lib/optim/losses.py", "bce = F.binary_cross_entropy(pred, mask"),
     ),
@@ -155,7 +155,7 @@ CASES = (
         fault=Fault("eps-underflow", "src/lib/models/losses.py", "neg_loss = torch.log(1 - pred)", (":own",)),
     ),
     Case("pygat", "Diego999/pyGAT"),
-    Case("pygcn", "tkipf/pygcn", needs=("scipy",)),
+    Case("pygcn", "tkipf/pygcn", needs=("scipy",), refused="or make the matrix CSR"),
     Case("dgcnn", "AnTao97/dgcnn.pytorch"),
     Case(
         "egnn",
@@ -177,7 +177,7 @@ CASES = (
     Case("reid", "michuanhaohao/reid-strong-baseline", refused="dist.addmm_(1, -2, x, y.t())"),
     Case("conv_tasnet", "kaituoxu/Conv-TasNet", paths=("src",), steps=24),
     Case("hifigan", "jik876/hifi-gan", needs=("matplotlib",)),
-    Case("resa", "ZJULearning/resa", steps=24),
+    Case("resa", "ZJULearning/resa", needs=("addict", "yapf"), steps=24),
     Case("cifar", "kuangliu/pytorch-cifar"),
     Case("dit", "facebookresearch/DiT", needs=("timm",), lr=1e-4),
     Case("glow", "rosinality/glow-pytorch", needs=("scipy",), lr=1e-4),
