@@ -227,9 +227,8 @@ def culprit(made: Investigation) -> Suspect | None:
 
     If gradients are finite at a lower scale, the backward pass overflows. The forward pass is examined too if some are
     zero there, or have nothing in common with FP32's. If gradients are finite at no scale, prefer an op that its own
-    numbers explain. Then prefer one with inf or NaN that reaches the gradients: ops without gradients, such as a
-    matcher, do not. An overflow is preferred to a division by the zeros that it leaves behind, as in a norm that
-    divides by inf.
+    numbers explain. The next choice is one with inf or NaN that reaches them: a matcher has no gradients. An overflow
+    is preferred to a division by the zeros that it leaves behind. A norm that divides by inf is an example.
     """
     survived = survivor(made)
     is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOISE_LIMIT

@@ -139,7 +139,7 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     random_state, states = RandomState.now(), (snapshot.state, *snapshot.states_beside)
     also = [one for state in states for one in state.held.values]
     held_apart = restored(model, *snapshot.beside, batches=snapshot.batches, also=also)
-    with unwatched(), run_eagerly(), surroundings_restored(snapshot.left), held_apart:
+    with unwatched(), run_eagerly(), surroundings_restored(model, snapshot.left), held_apart:
         try:
             for state in states:
                 state.held.restore()

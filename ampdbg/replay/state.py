@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
-from types import CellType, FunctionType, ModuleType, NoneType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -485,13 +485,14 @@ def _is_users(cls: type) -> bool:
 
 
 @contextlib.contextmanager
-def surroundings_restored(left: set[str]) -> Iterator[None]:
-    """On exit, restore the names in the user's modules and the small data that they refer to.
+def surroundings_restored(model: torch.nn.Module, left: set[str]) -> Iterator[None]:
+    """On exit, restore the names in the user's modules and the small data that they refer to. Also restore what the
+    hooks and methods of the model refer to, as a closure of ``main`` does.
 
     Another running thread of the user may write such data meanwhile, and its writes must stay. Then only random
     generators are restored, and the names that changed are added to ``left``.
     """
-    held, are_shared = SavedContents.now(_surroundings()), _others_run()
+    held, are_shared = SavedContents.now(_surroundings(model)), _others_run()
     try:
         yield
     finally:
@@ -499,27 +500,68 @@ def surroundings_restored(left: set[str]) -> Iterator[None]:
         held.restore(draws_only=are_shared)
 
 
-def _surroundings() -> list[tuple[Any, Kind]]:
-    """Return the user's modules, the user's classes and their objects in them, and small data in all of the results."""
+def _surroundings(model: torch.nn.Module) -> list[tuple[Any, Kind]]:
+    """Return the user's modules, the user's classes and objects and functions in them, and small data in all of these.
+    The model's classes, attributes and hooks count as in a module."""
     modules = [(one, NAMES) for one in list(sys.modules.values()) if type(one) is ModuleType and _is_of_users_file(one)]
-    bound = _inside(modules)
-    spaces = [(one, kind) for one, kind in bound if kind in (NAMES, OBJECT) and _is_users_own(one)]
+    bound = [*_inside(modules), *_of_kinds(_called_by(model))]
+    spaces = _spaces(bound)
     names = [*bound, *_inside(spaces)]
-    cells = _inside((one, kind) for one, kind in names if kind is CLOSURE)
-    data = [(one, kind) for one, kind in (*names, *_inside(cells)) if kind not in NO_DATA]
+    parts = _parts_of_functions(names)
+    apart = _spaces(parts)
+    data = [(one, kind) for one, kind in (*names, *parts, *_inside(apart)) if kind not in NO_DATA]
     data = [(one, kind) for one, kind in data if not _is_large(one, LARGEST_APART)]
     draws = [(one, kind) for one, kind in _inside(one for one in data if one[1].holds) if kind.draws]
-    return [*modules, *spaces, *cells, *data, *draws]
+    return [*modules, *spaces, *apart, *data, *draws]
+
+
+def _called_by(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield what a forward or backward pass of the model may call: classes, attributes and hooks."""
+    for module in model.modules():
+        hooks = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks")]
+        own = [one for one in module._parameters.values() if one is not None]
+        hooks += [hooks for one in own for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks)]
+        yield type(module)
+        yield from (value for name, value in vars(module).items() if name not in NOT_OWN)
+        yield from (hook for each in hooks if isinstance(each, dict) for hook in each.values())
+
+
+def _spaces(values: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
+    return [(one, kind) for one, kind in values if kind in (NAMES, OBJECT) and _is_users_own(one)]
+
+
+def _parts_of_functions(values: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
+    """Return the cells, default arguments and attributes of the user's functions among the values. Functions in these
+    count too."""
+    found, met = list[tuple[Any, Kind]](), set[int]()
+    while functions := [(one, kind) for one, kind in values if kind in CALLS and id(one) not in met]:
+        met |= {id(one) for one, _ in functions}
+        parts = _inside((one, kind) for one, kind in functions if kind is not FUNCTION or _is_users_function(one))
+        values = [*parts, *_inside(one for one in parts if one[1] is CELL)]
+        found += values
+    return found
+
+
+@functools.cache
+def _is_users_code(file: str) -> bool:
+    return is_users_file(file)
+
+
+def _is_users_function(function: FunctionType) -> bool:
+    return _is_users_code(function.__code__.co_filename)
 
 
 def _inside(holders: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
     """Return the values in these holders, each with its kind."""
-    kinds, found = Kinds(NAMES, CLOSURE, CELL), list[tuple[Any, Kind]]()
+    found = list[tuple[Any, Kind]]()
     for holder, kind in holders:
         with contextlib.suppress(Exception):  # the user's own class may raise anything
-            inner = [(one, kinds[type(one)]) for one in kind.inner(kind.save(holder))]
-            found += [(one, inside) for one, inside in inner if inside is not None]
+            found += _of_kinds(kind.inner(kind.save(holder)))
     return found
+
+
+def _of_kinds(values: Iterable[Any]) -> list[tuple[Any, Kind]]:
+    return [(one, kind) for one in values if (kind := KINDS_APART[type(one)]) is not None]
 
 
 def _is_users_own(value: Any) -> bool:
@@ -554,8 +596,19 @@ def _fill_cell(cell: CellType, before: list[Any]) -> None:
 
 NAMES = Kind((ModuleType, type), _bindings, _bind, holds=True)
 CELL = Kind(CellType, lambda cell: [cell.cell_contents], _fill_cell, holds=True)
-CLOSURE = Kind(FunctionType, lambda function: list(function.__closure__ or ()), _nothing, holds=True)
-NO_DATA = (NAMES, CLOSURE, OBJECT, MODULE, SCRIPTED)
+FUNCTION = Kind(
+    FunctionType,
+    lambda one: [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values(), vars(one)],
+    _nothing,
+    holds=True,
+)
+METHOD = Kind(MethodType, lambda method: [method.__func__, method.__self__], _nothing, holds=True)
+PARTIAL = Kind(functools.partial, lambda call: [call.func, *call.args, *call.keywords.values()], _nothing, holds=True)
+CALLS = (FUNCTION, METHOD, PARTIAL)
+KINDS_APART = Kinds(NAMES, *CALLS, CELL)
+"""The kinds outside of a model."""
+
+NO_DATA = (NAMES, *CALLS, OBJECT, MODULE, SCRIPTED)
 """The kinds that are reached from a global, but are not saved as data."""
 
 

@@ -130,7 +130,7 @@ class FileGuard:
 
     def _copy(self, path: Any, mode: str) -> str | None:
         self._settle()
-        real = os.path.realpath(path)
+        real = os.path.realpath(os.fsdecode(path))
         if real not in self._copies and mode in ("a", "w") and os.path.isfile(real) and self._was_there(real):
             copy = Path(tempfile.mkdtemp(dir=self._folder), os.path.basename(real))
             shutil.copy2(real, copy) if mode == "a" else copy.touch()

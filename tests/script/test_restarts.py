@@ -160,6 +160,7 @@ CARRIED = {
     "torch.jit.save(module, 'a.txt')\nmodule.save('d/b')",
     "locked": "os.chmod('a.txt', 0)",
     "emptied by a descriptor that reads": "os.open('a.txt', os.O_RDONLY | os.O_TRUNC)",
+    "appended by a path of bytes": "open(b'a.txt', 'ab').write(b'x')\nassert open('a.txt').read() == 'oldx'",
     "truncated": "os.truncate('a.txt', 1)\nassert open('a.txt').read() == 'o'",
     "replaced": "open('t', 'w').write('new')\nos.replace('t', 'a.txt')\nassert open('a.txt').read() == 'new'",
     "through a link": "os.symlink('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('a.txt').read() == 'new'",

@@ -8,6 +8,7 @@ from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_run import assert_unwatched_saves_the_same, captured, first_finding, run, steps_captured
+from tests.siblings import slow_except
 
 FILLS_IN = scripts.loop("""
 gain, calls = float(sys.argv[1]), int(sys.argv[2])
@@ -121,3 +122,84 @@ def test_replay_refuses_a_script_that_passes_data_in_place_of_a_weight(tmp_path:
     found = start(tmp_path, "replay", captured(record)[0])
     assert (found.code, found.stderr.count("ampdbg.replay")) == (2, 0)
     assert "data takes the place of a tensor of the model's own" in " ".join(found.stderr.split())
+
+
+IN_MAIN = scripts.loop("""
+def counted(x):
+    counted.n += 1
+    return x * (1 + 0.001 * counted.n)
+
+counted.n = 0
+
+def listed(x, seen=[]):
+    seen.append(1)
+    return x * (1 + 0.001 * len(seen))
+
+def drawn(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x: x + 0.001 * torch.randn(x.shape, generator=generator)
+
+def main(kind):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).cuda()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-2), torch.amp.GradScaler("cuda", init_scale=1024.0)
+    losses, n, mean, noise = [], 0, {}, drawn(1)
+
+    def count(x):
+        nonlocal n
+        n += 1
+        return x * (1 + 0.001 * n)
+
+    class Scaled(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            Scaled.calls += 1
+            return count(x) * (1 + 0.001 * Scaled.calls)
+
+    def hook(module, inputs, output):
+        if kind == "a list":
+            losses.append(float(output.detach().mean()))
+            return output * (1 + 0.001 * len(losses))
+        if kind == "a dict":
+            mean["of"] = 0.9 * mean.get("of", 0.0) + 0.1 * output.detach().float().mean()
+            return output - mean["of"].to(output.dtype)
+        ways = {"a counter": count, "an attribute": counted, "a default": listed, "a generator": noise}
+        return ways[kind](output) if kind in ways else output
+
+    def changed(gradient):
+        losses.append(1)
+        return gradient * (1 + 0.001 * len(losses))
+
+    net[0].register_forward_hook(hook)
+    if kind == "a tensor's hook":
+        net[0].weight.register_hook(changed)
+    if kind == "a hook of an accumulated gradient":
+        net[0].weight.register_post_accumulate_grad_hook(lambda one: (one.grad.copy_(changed(one.grad)), None)[1])
+    if kind == "a local class":
+        net = nn.Sequential(*net, Scaled())
+    for step in range(14):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(torch.rand(16, 8).cuda()).float().square().mean()
+        STEP
+    torch.save(net.state_dict(), "net.pt")
+
+main(sys.argv[1])
+""")
+IN_CLOSURES = [
+    "a list",
+    "a dict",
+    "a counter",
+    "an attribute",
+    "a default",
+    "a generator",
+    "a local class",
+    "a tensor's hook",
+    "a hook of an accumulated gradient",
+]
+
+
+@pytest.mark.parametrize("kind", slow_except(["a counter", "a generator"], IN_CLOSURES))
+def test_replays_restore_what_functions_inside_main_change(kind: str, tmp_path: Path) -> None:
+    _, record = run(tmp_path, IN_MAIN, kind)
+    assert record.investigations, record.unseen.notes
+    assert_unwatched_saves_the_same(tmp_path, kind)
