@@ -468,7 +468,7 @@ class Scaling(Evident):
         where = where if settled is None else f"settled at {number(settled)}" + ": this is normal" * (not steps)
         if not steps:
             return where
-        why = "neither the start nor a scale just grown explains every skip"
+        why = "some skips come neither at the start nor after the scale has grown"
         if self.are_costly:
             why = "healthy models lose fewer steps, and need no loss scale so low"
         elif steps[0] == self.steps[0].step:

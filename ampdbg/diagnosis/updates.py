@@ -156,7 +156,7 @@ class HalfUpdates(Evident):
         no step moves it. Half a unit in the last place is at least 2**-(precision + 1) of a value."""
         first, last = self.slowest.first_decay, self.slowest.decay
         if first not in (None, last):
-            return f"The decay went from {number(first)} to {number(last)}"
+            return f"The decay went from {first:.7g} to {last:.7g}"
         distance = multiple(2.0 ** -(FORMATS[self.slowest.dtype].precision + 1) / (1.0 - last), 1.0)
         return f"At a decay of {last:g} only values that differ from their weight by over {distance} their size move"
 
@@ -167,7 +167,7 @@ class HalfUpdates(Evident):
         ends = dict.fromkeys(f"{end(shares):.0%}" for end in (min, max)) if shares else {}
         frozen = [f"{' to '.join(ends)} in these parameters"] if ends else []
         kinds = (one for one in self.seen.kinds if (one.lost or 0) > MOST_OF_THE_UPDATE)
-        judged = f"the {self.judged_share} that could be judged" if self.judged_share else "all half weights"
+        judged = f"the {self.judged_share} that could be judged" if self.judged_share else "all half weights together"
         return listed([*frozen, *(f"{one.lost:.0%} in {one.kind}" for one in kinds), f"{self.lost:.0%} in {judged}"], 9)
 
     @property

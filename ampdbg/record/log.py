@@ -165,8 +165,8 @@ class RunLog:
         """Close the log after an error and warn; the run continues."""
         self._is_over = True
         self._close()
-        where = self._path or self._folder
-        self._warn(f"cannot write the log any more: {where}: {reason_of(error)}; the run continues")
+        where, why = str(self._path or self._folder), reason_of(error)
+        self._warn(f"cannot write the log any more: {why if where in why else f'{where}: {why}'}; the run continues")
 
 
 _HEAD = json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"

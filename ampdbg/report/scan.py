@@ -388,7 +388,7 @@ def _facts_of(timeline: Record, record: Record) -> Iterator[str]:
         with_loss = [step for step in timeline.steps if is_own_loss(step, record)]
         if any(step.loss for step in with_loss):  # an optimizer that steps on another's losses has none
             one, other = with_loss[0], with_loss[-1]
-            sums = f" (summed over {counted(one.passes, 'pass')}, then {other.passes:,})" * (
+            sums = f" (summed over {counted(one.passes, 'backward pass')}, later over {other.passes:,})" * (
                 one.passes != other.passes and math.isfinite(other.loss)
             )
             yield f"loss {_change(number(one.loss), number(other.loss))}{sums}"

@@ -479,9 +479,7 @@ class FailingSteps:
         record = self._watcher.record()
         fault = HiddenFault(made, replace(record, steps=live.facts.before(record.steps)))
         if fault.has_grown_or_risen:
-            raise NotReplayableError(
-                "its weights or earlier losses have grown as under a learning rate that is too large"
-            )
+            raise NotReplayableError("its weights or its losses have grown too far since the start")
         if not made.reference.grad_norm:
             raise NotReplayableError("in FP32 the gradients of its modules' weights are all zero or missing")
         if fault.is_fault and self.captures.are_wanted:

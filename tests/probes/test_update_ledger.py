@@ -123,7 +123,7 @@ def test_gains_that_freeze_at_one_in_bfloat16_are_named_and_gains_in_float32_mov
     assert "norm.weight (0 of 64 values). Rounding loses" in record.findings[0].message
     assert record.findings[0].parameter == "norm.weight"
     lost = [f"{kind.lost:.0%} in {kind.kind}" for kind in record.updates.kinds if (kind.lost or 0.0) > 0.5]
-    whole = f"{record.updates.lost:.0%} in all half weights. By a first-order estimate"
+    whole = f"{record.updates.lost:.0%} in all half weights together. By a first-order estimate"
     shares = ", ".join(["100% in these parameters", *lost])
     loses = f"Rounding loses this much of the movement of float32 weights: {shares} and {whole}"
     assert loses in record.findings[0].message
@@ -863,7 +863,7 @@ def test_lost_shares_omit_the_loss_forecast_if_some_parameters_are_not_judged() 
     assert codes(record) == [("frozen-weights", "error")]
     assert "100% in norms and 100% in the 1 of 5 half parameters that could be judged" in record.findings[0].message
     assert "first-order" not in record.findings[0].message
-    assert "in all half weights. By a first-order" in ended(is_slow=False).findings[0].message
+    assert "in all half weights together. By a first-order" in ended(is_slow=False).findings[0].message
 
 
 # Code of the user that stays unchanged
