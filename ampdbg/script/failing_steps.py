@@ -77,6 +77,8 @@ NOT_IN_FP32 = "its modules give inf or NaN in FP32 too, which it may want, and t
 NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0"
 """The note on a requested step that the script never reached."""
 
+PUT_OFF = "ampdbg did not replay {} for lack of time: replays take at most a tenth of the run's"
+
 HOOKED = "a wrapper such as DDP hooks its half weights, and a replay in FP32 would remove the hooks"
 
 WITHIN_A_PASS = "its optimizer steps within the backward pass, which a replay would disturb"
@@ -92,6 +94,8 @@ class Policy:
         self._in_a_row, self._settling = dict[int, int](), 0
         self._lost_rows, self._seen_in_row = set[int](), set[tuple[int, str]]()
         self._began, self._steps, self.waited = time.monotonic(), -1, 0.0
+        self.put_off = 0
+        """The number of due steps that were not replayed, because replays take so long."""
 
     def wants(self, why: Why, optimizer: int, *, has_survived: bool, is_nan: bool, may_settle: bool) -> bool:
         """True if a failing step of an optimizer should be investigated.
@@ -110,8 +114,10 @@ class Policy:
         self._seen_in_row |= new
         is_informative = (optimizer, "NaN") in new or skips == SKIPS_IN_A_ROW
         is_owed = (optimizer, "at the lowest scale") in new or (is_informative and self._settling < MOST_OF_A_KIND)
-        is_due = is_owed or (self._is_in_time() and (is_informative or (skips == 1 and has_survived)))
-        return is_due and self.is_open(why)
+        is_due = (is_owed or is_informative or (skips == 1 and has_survived)) and self.is_open(why)
+        is_put_off = is_due and not (is_owed or self._is_in_time())
+        self.put_off += is_put_off
+        return is_due and not is_put_off
 
     def compares(self, optimizer: int) -> bool:
         """True if a healthy-looking step should be compared with FP32. One step per optimizer is, after several updates
@@ -570,6 +576,7 @@ class FailingSteps:
         parts = [made for made in self.found if made.reach == "modules"]
         notes = [*dict.fromkeys(self._notes), *(MODULES_ALONE.format(made.step, made.why_no_further) for made in parts)]
         notes += [*filter(None, dict.fromkeys(self._not_compared.values())), *filter(None, [captures.why_not])]
+        notes += [PUT_OFF.format(counted(self._policy.put_off, "skipped step"))] * bool(self._policy.put_off)
         notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
         error = "\n".join(filter(None, (record.error, self.why_ended)))
         run = ScriptRun(

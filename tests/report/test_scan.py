@@ -84,7 +84,9 @@ def test_a_page_of_two_optimizers_has_iterations_and_numbers_for_each() -> None:
 
 def test_the_loss_is_labeled_a_sum_if_the_steps_have_different_numbers_of_passes() -> None:
     first, last = healthy_step(0), replace(healthy_step(1), loss=60.0, passes=16)
-    assert "loss 4.2 to 60 (summed over 1 backward pass, later over 16) ·" in " ".join(rendered(run([first, last])).split())
+    assert "loss 4.2 to 60 (summed over 1 backward pass, later over 16) ·" in " ".join(
+        rendered(run([first, last])).split()
+    )
     assert "passes" not in rendered(run([replace(first, passes=16), last]))
 
 
