@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -47,11 +48,30 @@ The antialiasing ops are rounded once here. ``cuda/UpSampleBilinear2d.cu`` also 
 accumulates gradients in half. Fourier transforms are below.
 """
 
+ROUNDED_ONCE = """
+    _log_softmax glu_backward col2im avg_pool2d_backward max_pool2d_with_indices_backward
+    upsample_linear1d upsample_bicubic2d upsample_trilinear3d
+"""
+"""Ops that CUDA computes in float32 and rounds once, while the CPU rounds to half in between.
+
+``cross_entropy`` runs ``_log_softmax`` in half under autocast: it names the dtype, which autocast respects. These ops
+are emulated in bfloat16 too. Composite losses are absent, such as ``kl_div``, ``cosine_similarity`` and
+``binary_cross_entropy_with_logits``: CUDA rounds after each of their ops too. Gradients of interpolations and of
+adaptive pooling add up in half on CUDA.
+"""
+
+ADDED_IN_HALF = "scatter_add scatter_add_ scatter_reduce.two scatter_reduce_.two index_add index_add_".split()
+"""Ops that round each add on CUDA, where atomics add in the tensor's own dtype (``ScatterGatherKernel.cu``,
+``Indexing.cu``). A float16 count of ones ends at 2048. The CPU adds most of them in float32, as CUDA's deterministic
+algorithms do. ``gather`` and ``index_select`` have gradients of this kind."""
+
 CLAMPS = "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_"
 """CUDA compares with the limits in float32 (``opmath_t`` in ``cuda/TensorCompare.cu``). The CPU casts the limits to
 half first and raises if they exceed its range. Only such limits are emulated."""
 
-EMULATED = " ".join((MATRIX_PRODUCTS, CONVOLUTIONS, FUSED_ATTENTION, RECURRENT, WITHOUT_CPU_KERNEL, CLAMPS)).split()
+EMULATED = " ".join(
+    (MATRIX_PRODUCTS, CONVOLUTIONS, FUSED_ATTENTION, RECURRENT, WITHOUT_CPU_KERNEL, ROUNDED_ONCE, CLAMPS)
+).split()
 
 KEPT_IN_FP32 = {"_scaled_dot_product_flash_attention_for_cpu": (1,)}
 """Output positions that stay float32, by op: the log-sum-exp, as in CUDA's flash kernel."""
@@ -60,7 +80,10 @@ TAKES_FP32 = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 """Ops that take a float32 operand (the log-sum-exp) besides half operands."""
 
 HALF = torch.float16
-"""The emulated dtype. bfloat16 is not emulated: the CPU's kernels round where CUDA's do and are fast enough."""
+"""The dtype of the emulated kernels. Most are not emulated in bfloat16: the CPU's round where CUDA's do and are fast
+enough."""
+
+HALVES = (HALF, torch.bfloat16)
 
 NO_SPARSE_KERNEL = "\"addmm_sparse_cuda\" not implemented for 'Half'"
 """CUDA's error for the product of a sparse COO matrix and a dense matrix (torch 2.11 on an H200). Autocast casts the
@@ -79,11 +102,12 @@ def half_kernels() -> Iterator[None]:
     The context affects half tensors on the CPU only."""
     library = torch.library.Library("aten", "IMPL")
     ran.clear()
+    kernels = dict.fromkeys(EMULATED, _rounding_kernel) | dict.fromkeys(ADDED_IN_HALF, _adding_kernel)
     try:
-        for name in EMULATED:
+        for name, make in kernels.items():
             overload = find_op(name)
             if overload is not None:
-                library.impl(name, _rounding_kernel(overload, name), "BackendSelect", with_keyset=True)
+                library.impl(name, make(overload, name), "BackendSelect", with_keyset=True)
         yield
     finally:
         library._destroy()
@@ -98,6 +122,7 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
 
 def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]:
     kept, mixed, clamps = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32, name in CLAMPS.split()
+    emulated = HALVES if name in ROUNDED_ONCE.split() else (HALF,)
     arguments, (output, *_) = op._schema.arguments, op._schema.returns
     aliases = [(i, argument.name, argument.alias_info) for i, argument in enumerate(arguments)]
     writes = [(i, key, alias) for i, key, alias in aliases if alias is not None and alias.is_write]
@@ -110,7 +135,8 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         below = keyset & _BELOW
         if clamps and not any(map(_is_beyond_half, args)):
             return op.redispatch(below, *args, **kwargs)
-        if not _are_half((*args, *kwargs.values()) if writes else args, mixed):
+        dtype = _half_dtype((*args, *kwargs.values()) if writes else args, mixed)
+        if dtype not in emulated:
             return op.redispatch(below, *args, **kwargs)
         if any(isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo for value in args):
             raise NotImplementedError(NO_SPARSE_KERNEL)
@@ -122,7 +148,7 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         for i, key, _ in writes:
             target, wide = (args[i], wide_args[i]) if i < len(args) else (kwargs[key], wide_kwargs[key])
             written[i] = round_into(target, wide)
-        return _rounded(result, kept) if returned is None else written[returned]
+        return _rounded(result, kept, dtype) if returned is None else written[returned]
 
     return kernel
 
@@ -134,34 +160,74 @@ def round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     return target.copy_(wide)
 
 
+def _adding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]:
+    checked = find_op(re.sub(r"_(?=$|\.)", "", name)) or op
+    is_index_add = name.startswith("index_add")
+
+    def kernel(
+        keyset: Any,
+        target: torch.Tensor,
+        dim: int,
+        index: torch.Tensor,
+        source: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        below, reduce = keyset & _BELOW, args[0] if args else "sum"
+        is_own = target.dtype not in HALVES or target.device.type != "cpu" or target.dim() == 0
+        if is_own or reduce not in ("sum", "mean") or torch.are_deterministic_algorithms_enabled():
+            return op.redispatch(below, target, dim, index, source, *args, **kwargs)
+        checked.redispatch(below, target, dim, index, source, *args, **kwargs)  # raises torch's own errors
+        ran.add(name)
+        dim, shape = dim % target.dim(), index.shape
+        if is_index_add:
+            places, added = [*[None] * dim, index], source * kwargs.get("alpha", 1)
+        else:
+            grid = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+            places, added = [*grid[:dim], index, *grid[dim + 1 :]], source[tuple(map(slice, shape))]
+        total = target if op._schema.is_mutable else target.clone()
+        count, put = torch.ones_like(total), torch.ops.aten.index_put_
+        if not kwargs.get("include_self", True):
+            put(total, places, total.new_zeros(()))
+            count.zero_()
+        put(total, places, added, True)  # the CPU rounds each add of this op
+        if reduce == "mean":
+            put(count, places, torch.ones_like(added), True)
+            total /= count.masked_fill_(count == 0, 1)
+        return total
+
+    return kernel
+
+
 def _is_beyond_half(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) > FLOAT16.largest
 
 
-def _are_half(args: Any, mixed: bool) -> bool:
-    """True if all float operands are half tensors on the CPU. With ``mixed``, one half operand is enough.
+def _half_dtype(args: Any, mixed: bool) -> torch.dtype | None:
+    """The dtype that all float operands share, if they are on the CPU. With ``mixed``, some may be float32.
 
     Operands of several float dtypes are passed to torch unchanged: its error names the problem, as CUDA's does.
     """
     values = [value for item in args for value in (item if isinstance(item, (list, tuple)) else (item,))]
     floats = [value for value in values if isinstance(value, torch.Tensor) and value.dtype.is_floating_point]
-    halves = sum(value.dtype is HALF and value.device.type == "cpu" for value in floats)
-    return halves > 0 and (mixed or halves == len(floats))
+    dtypes = {value.dtype if value.device.type == "cpu" else None for value in floats}
+    dtypes -= {torch.float32} if mixed else set()
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _widened(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype is HALF else value
+        return value.float() if value.dtype in HALVES else value
     if isinstance(value, (list, tuple)):
         return [_widened(item) for item in value]
-    return value
+    return torch.float32 if value in HALVES else value
 
 
-def _rounded(result: Any, kept: tuple[int, ...]) -> Any:
+def _rounded(result: Any, kept: tuple[int, ...], dtype: torch.dtype | None) -> Any:
     if isinstance(result, torch.Tensor):
-        return result.to(HALF)
+        return result.to(dtype)
     return tuple(
-        item.to(HALF) if isinstance(item, torch.Tensor) and item.dtype is torch.float32 and i not in kept else item
+        item.to(dtype) if isinstance(item, torch.Tensor) and item.dtype is torch.float32 and i not in kept else item
         for i, item in enumerate(result)
     )
 
