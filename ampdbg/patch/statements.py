@@ -394,7 +394,7 @@ def _new_name(node: ast.expr, value: ast.expr, pinned: PinnedLine, taken: Collec
 def rewritten(document: Document, pinned: PinnedLine) -> tuple[list[Edit], bool]:
     """Return the edits of a pinned statement itself, and True if it needs no block with them.
 
-    Casts to half become casts to FP32, and ``x += y`` becomes ``x = x + y``.
+    Casts to half become casts to FP32, also in the arguments of a pinned call, and ``x += y`` becomes ``x = x + y``.
 
     Raises:
         EditError: the statement cannot run in a block.
@@ -402,8 +402,10 @@ def rewritten(document: Document, pinned: PinnedLine) -> tuple[list[Edit], bool]
     statement = pinned.statement
     _refuse_suspended(statement)
     is_cast = pinned.casts_to_fp32 or any(map(_is_made_here, ast.walk(statement)))
-    lifted = list(_lifted(document, pinned)) if is_cast else []
-    if lifted and not pinned.computes(statement):
+    calls = [one for one in ast.walk(statement) if isinstance(one, ast.Call) and pinned.is_pinned(one)]
+    codes = [statement] if is_cast else [one for call in calls for one in given(call)]
+    lifted = [*dict.fromkeys(edit for code in codes for edit in _lifted(document, pinned, code))]
+    if is_cast and lifted and not pinned.computes(statement):
         return lifted, True
     if pinned.operations:
         _refuse_writes(statement, pinned.names)
@@ -415,8 +417,9 @@ def rewritten(document: Document, pinned: PinnedLine) -> tuple[list[Edit], bool]
 HALF_DTYPES = ("torch.float16", "torch.half", "torch.bfloat16")
 
 
-def _lifted(document: Document, pinned: PinnedLine) -> Iterator[Edit]:
-    """Replace casts to half (``x.half()``, ``x.to(y.dtype)``) by ``x.float()``, and a half ``dtype=`` by float32."""
+def _lifted(document: Document, pinned: PinnedLine, code: ast.AST) -> Iterator[Edit]:
+    """Replace casts to half (``x.half()``, ``x.to(y.dtype)``) in code of a pinned line by ``x.float()``, and a half
+    ``dtype=`` by float32. In a whole statement, any name for a dtype counts as half."""
     imports = pinned.names.bindings.imports
     torch = next((name for name, origin in imports.items() if origin == "torch"), "")
 
@@ -426,14 +429,15 @@ def _lifted(document: Document, pinned: PinnedLine) -> Iterator[Edit]:
                 return ast.unparse(of) in pinned.names.half
         return pinned.names.bindings.origin(dtype) in HALF_DTYPES
 
-    for node in walk(pinned.statement):
+    named = ast.Name if code is pinned.statement else ()
+    for node in walk(code):
         match node:
             case ast.Call(func=ast.Attribute(attr="half" | "bfloat16") as method, args=[], keywords=[]):
                 yield _call_of_float(document, node, method)
             case ast.Call(func=ast.Attribute(attr="to" | "type") as method, args=[dtype], keywords=[]):
                 if is_half(dtype):
                     yield _call_of_float(document, node, method)
-            case ast.keyword(arg="dtype", value=value) if torch and (isinstance(value, ast.Name) or is_half(value)):
+            case ast.keyword(arg="dtype", value=value) if torch and (isinstance(value, named) or is_half(value)):
                 yield replaced(document, value, f"{torch}.float32")
 
 
@@ -502,6 +506,9 @@ METADATA_BUILTINS = frozenset("len isinstance hasattr type id repr print".split(
 METADATA_ATTRIBUTES = METADATA - {"dtype"} | CAST_METHODS
 """Attributes and methods that read no value of a tensor, or already cast it."""
 
+CASTS = CAST_METHODS | {"to", "type"}
+"""Methods that may cast, to a dtype that the text does not show."""
+
 Read = tuple[str, ast.AST, bool]
 """The text and the node of a half tensor that is read, and True unless only its dtype is read."""
 
@@ -518,8 +525,20 @@ def _reads(node: ast.AST, piece: Piece, made: Collection[str]) -> Iterator[Read]
         case ast.Attribute(value=of, attr="dtype") if code := _half_tensor(of, piece.names, made):
             yield code, node, False
         case _:
+            is_pinned = piece.pinned is not None and piece.pinned.is_pinned(node)
             for part in _parts_read(node):
-                yield from _reads(part, piece, made)
+                inner = [*_reads(part, piece, made)]
+                yield from _whole_argument(part, inner, piece, made) if is_pinned else inner
+
+
+def _whole_argument(part: ast.AST, inner: Sequence[Read], piece: Piece, made: Collection[str]) -> Sequence[Read]:
+    """Return the reads of a pinned call's argument: itself if casts of what it reads leave it in half."""
+    is_cast = isinstance(part, ast.Call) and called_name(part) in CASTS
+    stays = is_cast or not any(is_value for *_, is_value in inner)
+    read = {one.id for one in ast.walk(part) if isinstance(one, ast.Name)}
+    code, is_new = ast.unparse(part), part in piece.new or not read.isdisjoint(made)
+    is_whole = stays and code in piece.names.half and not (is_new or isinstance(part, PLAIN))
+    return [(code, part, True)] if is_whole else inner
 
 
 def _parts_read(node: ast.AST) -> Sequence[ast.AST]:
@@ -621,11 +640,15 @@ def casts_of(document: Document, pieces: Sequence[Piece], made: Collection[str],
     rebound = own if optional or any(count[code] > 1 for code in own) else []
     moved = {node: name for piece in pieces for node, name in piece.new.items()}
     inline = {
-        node: f"{moved.get(node) or document.source(node)}.float()"
+        node: f"{moved.get(node) or _operand(document, node)}.float()"
         for code, node, is_value in reads
         if is_value and code not in rebound
     }
     return Casts(_cast_lines(rebound, optional, indent), inline, (numbers | bindings.maybe_none) - sure)
+
+
+def _operand(document: Document, node: ast.AST) -> str:
+    return document.source(node) if isinstance(node, (*PLAIN, ast.Call)) else f"({document.source(node)})"
 
 
 def bound_inside(pieces: Sequence[Piece]) -> set[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
@@ -20,7 +23,9 @@ from ampdbg.source.ownership import LibraryLine, Line, is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
-"""Expressions that ampdbg can evaluate without running user code, if their parts are such expressions too."""
+"""Expressions that ampdbg can evaluate without running user code, if their parts are such expressions too.
+
+The value of any other expression is known only where it is an argument of a call, from the callee's parameters."""
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -53,28 +58,62 @@ class CallNames:
         line = line.caller if isinstance(line, LibraryLine) else line
         if line is None or not is_users_file(line[0]):
             return
-        for frame, number in walk_stack(sys._getframe(1)):
+        callee = sys._getframe(1)
+        for frame, number in walk_stack(callee):
             if (frame.f_code.co_filename, number, frame.f_code.co_name) == line:
                 self.note_frame(frame)
+                self.note_call(callee)
                 return
+            callee = frame
 
     def note_frame(self, frame: FrameType) -> None:
         """Record the frame's current line; call this before the line runs."""
+        first, expressions = self._on_line_of(frame)
+        for text, node in expressions.items():
+            self._note((frame.f_code.co_filename, first), text, value_in(frame, node))
+
+    def note_call(self, callee: FrameType) -> None:
+        """Record the arguments of the call on a line that began this frame; call this while it has them."""
+        caller = callee.f_back
+        assert caller is not None
+        first, expressions = self._on_line_of(caller)
+        calls = [node for node in expressions.values() if isinstance(node, ast.Call)]
+        often = Counter(ast.unparse(call.func) for call in calls)
+        for call in (one for one in calls if often[ast.unparse(one.func)] == 1):
+            with contextlib.suppress(Exception):  # a user's class may refuse to be asked for its attributes
+                for argument, value in _arguments_in(callee, call, value_in(caller, call.func)):
+                    self._note((caller.f_code.co_filename, first), ast.unparse(argument), value)
+
+    def _on_line_of(self, frame: FrameType) -> tuple[int, Mapping[str, ast.expr]]:
         file = frame.f_code.co_filename
         if file not in self._read:
             self._read[file] = _read_in(file)
-        first, expressions = self._read[file].get(frame.f_lineno, (0, {}))
-        for text, node in expressions.items():
-            names, value = self.seen.setdefault((file, first), LineNames()), value_in(frame, node)
-            with contextlib.suppress(Exception):  # a user's tensor class may refuse these calls
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    (names.half if value.dtype in HALVES else names.full)[text] = None
+        return self._read[file].get(frame.f_lineno, (0, {}))
+
+    def _note(self, place: tuple[str, int], text: str, value: Any) -> None:
+        names = self.seen.setdefault(place, LineNames())
+        with contextlib.suppress(Exception):  # a user's tensor class may refuse these calls
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                (names.half if value.dtype in HALVES else names.full)[text] = None
+
+
+def _arguments_in(frame: FrameType, call: ast.Call, called: Any) -> Iterator[tuple[ast.expr, Any]]:
+    """Yield the arguments before any star and their values, if the call of ``called`` began the frame."""
+    names, star, stars, held = inspect.getargvalues(frame)
+    values = [*(held.get(name) for name in names), *held.get(star or "", ())]
+    owner = getattr(called, "__self__", called)  # a method's object; a module is called with itself
+    is_bound = owner is not None and any(value is owner for value in values[:1])
+    if is_bound or getattr(called, "__code__", None) is frame.f_code:
+        plain = takewhile(lambda argument: not isinstance(argument, ast.Starred), call.args)
+        yield from zip(plain, values[is_bound:], strict=False)
+        named = {**held, **held.get(stars or "", {})}
+        yield from ((keyword.value, named.get(keyword.arg)) for keyword in call.keywords)
 
 
 @contextlib.contextmanager
 def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
     """Record the dtypes of names, attributes and constant elements in each function with one of ``lines``. Values are
-    read in this thread, just before each line runs."""
+    read in this thread, just before each line runs, and those of arguments as each call begins."""
     names, files = CallNames(), {file for file, _ in lines}
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
@@ -83,7 +122,9 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
         return on_line
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
+        code, caller = frame.f_code, frame.f_back
+        if caller is not None and (caller.f_code.co_filename, caller.f_lineno) in lines:
+            names.note_call(frame)
         is_wanted = code.co_filename in files and any((code.co_filename, line) in lines for *_, line in code.co_lines())
         return on_line if is_wanted else None
 
@@ -102,7 +143,7 @@ def _read_in(file: str) -> Mapping[int, tuple[int, Mapping[str, ast.expr]]]:
         if isinstance(node, ast.stmt):
             read |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), (node.lineno, {}))
     for node in nodes:
-        if isinstance(node, _PLAIN) and node.lineno in read:  # else it is a decorator at module level
+        if isinstance(node, (*_PLAIN, ast.Call)) and node.lineno in read:  # else it is a decorator at module level
             read[node.lineno][1][ast.unparse(node)] = node
     return read
 

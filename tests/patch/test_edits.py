@@ -298,6 +298,33 @@ def test_of_two_pins_on_a_line_one_that_casts_to_fp32_is_enough() -> None:
     assert [one.source for one in together] == [alone.source] * 2
 
 
+ARGUMENTS: dict[str, tuple[str, str]] = {
+    "a cast to half": ("iou(p, (t * 8).half())", "iou(p.float(), (t * 8).float())"),
+    "a cast to the dtype of a half tensor": ("iou(p, b=(t * 8).type(p.dtype))", "iou(p.float(), b=(t * 8).float())"),
+    "a cast that the text does not show": ("iou(p, (t * 8).to(kind))", "iou(p.float(), (t * 8).to(kind).float())"),
+    "such a cast of a half tensor": ("iou(p, p.to(kind))", "iou(p.float(), p.to(kind).float())"),
+    "a sum of such casts": ("iou(p, t.to(kind) + 1)", "iou(p.float(), (t.to(kind) + 1).float())"),
+    "half tensors in a list": ("iou(p, torch.cat(parts))", "iou(p.float(), torch.cat(parts).float())"),
+    "a product of a half tensor": ("iou(1, p * 2)", "iou(1, p.float() * 2)"),
+    "a dtype that may be any": ("iou(p, torch.arange(4, dtype=kind))", "iou(p.float(), torch.arange(4, dtype=kind))"),
+    "a cast to FP32": ("iou(p, t.to(other))", "iou(p.float(), t.to(other))"),
+}
+"""Arguments of a pinned call, and the call with all of them in FP32. The last two are no half tensors."""
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_argument_in_half_of_a_pinned_call_is_cast(name: str) -> None:
+    before, after = ARGUMENTS[name]
+    given = ("(t * 8).to(kind)", "p.to(kind)", "t.to(kind) + 1", "torch.cat(parts)", "p * 2")
+    source = f"import torch\n\ndef f(p, t, parts, kind, other):\n    return {before}\n"
+    seen = {4: line_names(("p", *given), ("t", "t.to(other)"))}
+    edited = edit_source(source.encode(), [LinePin("f", (4,), "iou")], seen)
+    assert edited.source.decode() == source.replace(
+        f"    return {before}",
+        f"    with torch.autocast(device_type=p.device.type, enabled=False):\n        return {after}",
+    )
+
+
 def test_the_reason_for_an_untraced_line_says_how_to_edit_by_hand() -> None:
     (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))], {}).refused
     assert refused.reason.startswith("no replay runs this line itself, so ampdbg does not know which of its names hold")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.zoo.case import Case
 
-CASE = Case(steps=8, follows=("precision-loss",))
+CASE = Case(steps=10, follows=("precision-loss",))
 NEAREST = 8
 
 
