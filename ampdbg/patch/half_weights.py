@@ -14,7 +14,7 @@ from ampdbg.probes.half_weights import CastLine, LoopLines, document_of
 from ampdbg.quantities import listed
 from ampdbg.source.document import Document
 from ampdbg.source.edits import Edit, Fix, applied, below, indented, is_movable, replaced, with_keyword
-from ampdbg.source.expressions import method
+from ampdbg.source.expressions import argument, method
 from ampdbg.source.source_file import read_source
 
 ARGUMENTS = r"transformers\..*TrainingArguments|trl\.(\w+\.)*(SFT|DPO|GRPO|KTO|ORPO|Reward)Config"
@@ -35,6 +35,9 @@ LOADERS = ("from_pretrained", "from_config")
 IN_BFLOAT16 = 'with torch.autocast("{}", dtype=torch.bfloat16):'
 
 OFF = "by hand: the model still computes in float32: an autocast of the script's own is off around it; switch that on"
+
+GIVEN = "the script is given {}; give it {} instead"
+"""An edit of such a line would break the script's option."""
 
 NORMS = (
     "for module in {}.modules():",
@@ -90,18 +93,23 @@ class WeightEdits:
 
     def add_keywords(self, rows: Rows) -> bool:
         """Add keyword arguments to matching library calls; return True if there are any. Calls in the training loop's
-        files take precedence over calls in other files."""
-        found: dict[str, list[tuple[int, str, Edit]]] = {}
+        files take precedence over calls in other files. A value that the script is given is left to the user."""
+        found: dict[str, list[tuple[ast.Call, str, str]]] = {}
         for file in self.lines.files:
             document = document_of(file)
             for call, (of, name, value) in product(document.calls, rows):
                 if re.fullmatch(of, document.call_origin(call)):
-                    edit = with_keyword(document, call, name, value)
-                    found.setdefault(file, []).append((call.lineno, f"{name}={value}", edit))
+                    found.setdefault(file, []).append((call, name, value))
         of_loop = found.keys() & (self.lines.loop.files if self.lines.loop is not None else ())
         for file in of_loop or found:
-            for line, title, edit in found[file]:
-                self.add(file, line, title, [edit])
+            document = document_of(file)
+            for call, name, value in found[file]:
+                known = argument(call, name)
+                if known is not None and _is_given(document, known):
+                    told = GIVEN.format(document.source(known), value)
+                    self.unlowered.append(f"by hand: {lines_title(file, [call.lineno])}: {told}")
+                else:
+                    self.add(file, call.lineno, f"{name}={value}", [with_keyword(document, call, name, value)])
         return bool(found)
 
     def made(self) -> tuple[FileEdit, ...]:
@@ -118,8 +126,12 @@ def weights_in_float32(edits: WeightEdits) -> None:
     for cast in edits.lines.casts:
         document = document_of(cast.file)
         statement = document.statements[cast.line]
+        named = [node for node in _expressions(document, statement) if document.source(node) in cast.dtypes]
+        given = [document.source(node) for node in named if _is_given(document, node)]
         why = "the weights become half there, in a way that ampdbg does not edit; make them float32"
-        edits.add(cast.file, cast.line, "weights in float32", _uncast(document, statement, cast.dtypes), why)
+        why = GIVEN.format(given[0], "torch.float32") if given else why
+        made = () if given else _uncast(document, statement, cast.dtypes)
+        edits.add(cast.file, cast.line, "weights in float32", made, why)
     _under_autocast(edits)
 
 
@@ -140,9 +152,21 @@ def beta2_lowered(edits: WeightEdits) -> None:
     edits.add_keywords(BETA2)
 
 
+def _expressions(document: Document, statement: ast.stmt) -> list[ast.expr]:
+    expressions = (node for node in ast.walk(statement) if isinstance(node, ast.expr))
+    return [one for one in expressions if document.statement(one) is statement]
+
+
+def _is_given(document: Document, node: ast.expr) -> bool:
+    """True for a name or an attribute whose value the file does not spell out: a parameter, or a read argument."""
+    is_name = isinstance(node, (ast.Name, ast.Attribute)) and not document.origin(node)
+    return is_name and not all(
+        isinstance(one, ast.Constant) or document.origin(one) for one in document.values(node) or [node]
+    )
+
+
 def _uncast(document: Document, statement: ast.stmt, dtypes: frozenset[str]) -> Iterator[Edit]:
-    expressions = [node for node in ast.walk(statement) if isinstance(node, ast.expr)]
-    for node in (one for one in expressions if document.statement(one) is statement):
+    for node in _expressions(document, statement):
         owner = method(node, "bfloat16", "half")
         if owner is not None:
             of, call = document.source(owner), document.source(node)

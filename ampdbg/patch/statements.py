@@ -394,7 +394,7 @@ def _new_name(node: ast.expr, value: ast.expr, pinned: PinnedLine, taken: Collec
 def rewritten(document: Document, pinned: PinnedLine) -> tuple[list[Edit], bool]:
     """Return the edits of a pinned statement itself, and True if it needs no block with them.
 
-    Casts to half become casts to FP32, also in the arguments of a pinned call, and ``x += y`` becomes ``x = x + y``.
+    Casts to half become casts to FP32; of a pinned call, those in its arguments do. ``x += y`` becomes ``x = x + y``.
 
     Raises:
         EditError: the statement cannot run in a block.

@@ -25,7 +25,7 @@ from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 _PLAIN = (ast.Name, ast.Attribute, ast.Subscript)
 """Expressions that ampdbg can evaluate without running user code, if their parts are such expressions too.
 
-The value of any other expression is known only where it is an argument of a call, from the callee's parameters."""
+Other expressions have a known value only as arguments of a call, which the callee's parameters hold."""
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 

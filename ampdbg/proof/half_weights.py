@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -198,7 +198,7 @@ def suggest_for_half_weights(
 
     Raises:
         ConfigError: the form is one of pins.
-        ScriptError: the script cannot be restarted, or ampdbg knows no line that makes the weights half.
+        ScriptError: the script cannot be restarted, or ampdbg knows no line to edit.
     """
     if form in ("module", "yaml"):
         raise ConfigError(f"got --format {form}; no pin cures half weights; allowed: --format diff, --format json")
@@ -217,12 +217,8 @@ def suggest_for_half_weights(
         raise ScriptError(f"{start.name}: no edit is known for {what}: {why}")
     fitting = [one for one in REMEDIES if one.fits(codes, kinds)]
     made = Suggestion(known)
-    for remedy in fitting:
-        edits = WeightEdits(before.lines)
-        remedy.edit(edits)
+    for remedy, edits in _edited(fitting, before.lines, start):
         files = edits.made()
-        if not files:
-            continue
         steps = [ProofStep("the patched script", True, before.failure, ran=False)] if before.failure else []
         by_hand = [*edits.refused, *edits.unlowered]
         if verify and not steps:
@@ -247,6 +243,18 @@ def suggest_for_half_weights(
         made = Suggestion(shown, files if is_proven else ())
         if is_proven:
             break
+    return made
+
+
+def _edited(fitting: Iterable[Remedy], lines: HalfLines, start: Start) -> list[tuple[Remedy, WeightEdits]]:
+    """Return the remedies that edit a file, with their edits."""
+    tried = [(remedy, WeightEdits(lines)) for remedy in fitting]
+    for remedy, edits in tried:
+        remedy.edit(edits)
+    made = [(remedy, edits) for remedy, edits in tried if edits.made()]
+    if not made:
+        told = listed([text for _, edits in tried for text in (*edits.unlowered, *edits.refused)], 2)
+        raise ScriptError(f"{start.name}: no edit is printed: {told}")
     return made
 
 

@@ -145,6 +145,54 @@ def test_the_edit_creates_float32_weights_and_runs_the_loop_under_autocast(
     assert edits.lowers
 
 
+@pytest.mark.parametrize(
+    ("before", "line", "name"),
+    [
+        ('kind = getattr(torch, "bfloat16")\nmodel = nn.Linear(4, 4, dtype=kind)\n', 5, "kind"),
+        ("def make(kind=torch.bfloat16):\n    return nn.Linear(4, 4, dtype=kind)\n\nmodel = make()\n", 5, "kind"),
+        (
+            "import types\nargs = types.SimpleNamespace(kind=torch.half)\nmodel = nn.Linear(4, 4).to(args.kind)\n",
+            6,
+            "args.kind",
+        ),
+    ],
+    ids=["computed", "parameter", "attribute"],
+)
+def test_a_dtype_that_the_script_is_given_is_named_and_not_edited(
+    folder: Path, before: str, line: int, name: str
+) -> None:
+    edits = edits_of(folder, HEAD + before + LOOP)
+    weights_in_float32(edits)
+    assert edited(edits) == HEAD + before + IN_AUTOCAST
+    told = f"by hand: line {line} of train.py: the script is given {name}; give it torch.float32 instead"
+    assert edits.refused == [told]
+
+
+FABRIC = "import lightning as L\n\ndef setup({}):\n    {}\n    return L.Fabric(devices=1, precision=precision)\n"
+
+
+@pytest.mark.parametrize(
+    ("parameter", "line", "is_given"),
+    [
+        ("precision=None", 'precision = precision or "bf16-true"', True),
+        ("args", "precision = args.precision", True),
+        ("", 'precision = "bf16-true"', False),
+    ],
+    ids=["parameter", "arguments", "literal"],
+)
+def test_a_librarys_argument_that_the_script_is_given_is_named_and_not_edited(
+    tmp_path: Path, parameter: str, line: str, is_given: bool
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FABRIC.format(parameter, line))
+    edits = WeightEdits(HalfLines(files=(str(file),)))
+    assert edits.add_keywords(AUTOCAST)
+    told = 'by hand: line 5 of train.py: the script is given precision; give it "bf16-mixed" instead'
+    assert edits.unlowered == [told] * is_given
+    after = FABRIC.format(parameter, line).replace("precision=precision)", 'precision="bf16-mixed")')
+    assert [edit.after.decode() for edit in edits.made()] == [after] * (not is_given)
+
+
 def test_steps_by_hand_are_only_those_that_the_patched_script_still_lacks(folder: Path) -> None:
     edits = edits_of(folder, HEAD + "model = nn.Linear(4, 4).bfloat16()\n" + LOOP)
     weights_in_float32(edits)

@@ -145,6 +145,32 @@ def test_suggest_fp32_exits_with_2_if_no_line_with_the_half_cast_was_seen(tmp_pa
     assert (found.code, " ".join(found.stderr.split()).rpartition("error: ")[2]) == (2, f"train.py: {why}")
 
 
+GIVEN = """
+import sys
+from accelerate import Accelerator
+
+def main(kind, mixed_precision="no"):
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 4)).to(kind)
+
+model = main(getattr(torch, sys.argv[1]))
+"""
+CREATED = "model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 4)).to(torch.bfloat16)\n"
+
+
+@pytest.mark.slow
+def test_suggest_fp32_says_what_to_give_to_a_script_that_takes_its_dtypes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSING.replace(CREATED, GIVEN), encoding="utf-8")
+    assert start(tmp_path, "run", "--record=r.json", "train.py", "bfloat16").code == 1
+    found = start(tmp_path, "suggest-fp32", "r.json")
+    assert (found.code, found.stdout) == (2, "")
+    told = " ".join(found.stderr.split()).rpartition("error: ")[2]
+    assert told == (
+        "train.py: no edit is printed: by hand: line 11 of train.py: the script is given mixed_precision; give it "
+        '"bf16" instead and by hand: line 12 of train.py: the script is given kind; give it torch.float32 instead'
+    )
+
+
 @pytest.mark.slow
 def test_half_weights_that_lose_nothing_get_no_patch(tmp_path: Path) -> None:
     ran, record, found = suggested(tmp_path, NET.replace("LR", "0.05").replace("LAST", ""))
