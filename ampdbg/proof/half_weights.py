@@ -253,7 +253,7 @@ def _edited(fitting: Iterable[Remedy], lines: HalfLines, start: Start) -> list[t
         remedy.edit(edits)
     made = [(remedy, edits) for remedy, edits in tried if edits.made()]
     if not made:
-        told = listed([text for _, edits in tried for text in (*edits.unlowered, *edits.refused)], 2)
+        told = listed([text for _, edits in tried[-1:] for text in (*edits.unlowered, *edits.refused)], 3)
         raise ScriptError(f"{start.name}: no edit is printed: {told}")
     return made
 

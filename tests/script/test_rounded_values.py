@@ -107,6 +107,54 @@ def test_suggest_fp32_patches_the_place_that_rounds_a_value_too_early(case: tupl
     assert found.verification.passed
 
 
+OVERLAP = """
+def overlap(a, b):
+    return a.minimum(b).prod(-1) / (a[:, 0] * a[:, 1] + b[:, 0] * b[:, 1])
+"""
+BOXES = scripts.loop("""
+from site_packages.head import overlap
+
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(12):
+    x, cells = torch.randn(32, 16).cuda(), torch.rand(32, 2).cuda() * 30 + 2
+    with torch.autocast("cuda", dtype=torch.float16):
+        boxes = net(x).sigmoid() * 640
+        kind = boxes.dtype
+        shared = overlap(boxes, GIVEN)
+        loss = (1 - shared.float()).mean()
+    STEP
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "cast"),
+    [("(cells * 8).half()", "(cells * 8).float()"), ("(cells * 8).to(kind)", "(cells * 8).to(kind).float()")],
+)
+def test_every_half_argument_of_a_library_call_is_cast_by_the_proven_patch(
+    given: str, cast: str, tmp_path: Path
+) -> None:
+    library(tmp_path, "tanh")
+    (tmp_path / "site-packages" / "head.py").write_text(OVERLAP)
+    record, _, _ = run_with_page(tmp_path, BOXES.replace("GIVEN", given))
+    assert (record.verdict, record.findings[0].code) == ("precision", "silent-overflow")
+    suggested = start(tmp_path, "suggest-fp32", *captured(record)[:1], "--record", "patched.json")
+    assert suggested.code == 0, suggested.stderr
+    added = [line[1:].strip() for line in suggested.stdout.splitlines() if line.startswith("+") and line[1] != "+"]
+    assert added[1:] == [f"shared = overlap(boxes.float(), {cast})"]
+
+
+@pytest.mark.slow
+def test_a_library_call_with_float32_arguments_is_healthy(tmp_path: Path) -> None:
+    library(tmp_path, "tanh")
+    (tmp_path / "site-packages" / "head.py").write_text(OVERLAP)
+    text = BOXES.replace("overlap(boxes, GIVEN)", "overlap(boxes.float(), cells * 8)")
+    record, _, code = run_with_page(tmp_path, text)
+    assert (record.verdict, code) == ("healthy", 0)
+
+
 @pytest.mark.parametrize("kind", slow_except(["tanh"], list(SPOILT)))
 def test_a_value_that_is_made_in_fp32_is_healthy(kind: str, tmp_path: Path) -> None:
     record, _, code = run_with_page(tmp_path, script(kind, "the loop", is_healthy=True))
