@@ -705,3 +705,19 @@ def test_the_same_elements_overflow_as_on_a_gpu(case: HalfCase) -> None:
         there = on_gpu(case, case.loud)
     for ours, theirs in zip(on_cpu(case, case.loud), there, strict=True):
         assert same_overflow(ours.half(), theirs.half())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUNDED_ONCE.split())
+def test_ops_that_round_once_match_a_gpu(name: str) -> None:
+    with half_kernels():
+        ours = ONE_ROUNDING[name](half)
+    assert share_close(ours, ONE_ROUNDING[name](lambda *shape: half(*shape).cuda()).cpu()) >= NATIVE_SHARE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_float16_count_on_a_gpu_ends_where_the_emulated_count_does(name: str) -> None:
+    call, expected = COUNTING[name]
+    zero, index, ones = torch.zeros(2).half(), torch.zeros(6004, dtype=torch.long), torch.ones(6004).half()
+    assert float(call(zero.cuda(), index.cuda(), ones.cuda())[0]) == expected

@@ -28,6 +28,37 @@ torch.save([net.state_dict(), optimizer.state_dict(), scaler.state_dict(), net[1
 """At 1,000 the squares overflow, but rsqrt turns each inf into zero: no loss or gradient shows the overflow."""
 
 
+CONVERGED = scripts.loop("""
+net = nn.Linear(10, 10, bias=False).cuda()
+nn.init.eye_(net.weight).data.mul_(11.5)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
+scaler = torch.amp.GradScaler("cuda", enabled=DTYPE is torch.float16)
+for step in range(20):
+    y = torch.randint(10, (64,)).cuda()
+    x = F.one_hot(y, 10) + 0.02 * torch.randn(64, 10).cuda()
+    with torch.autocast("cuda", dtype=DTYPE):
+        out = net(x)
+        loss = LOSS
+    STEP
+""")
+"""The loss is 1e-4: a half logarithm of the sum would make it zero, and its gradient too."""
+
+
+@pytest.mark.parametrize("dtype", slow_except(["float16"], ["float16", "bfloat16"]))
+def test_cross_entropy_of_a_converged_net_is_healthy(tmp_path: Path, dtype: str) -> None:
+    text = CONVERGED.replace("LOSS", "F.cross_entropy(out, y)").replace("DTYPE", f"torch.{dtype}")
+    result, record = run(tmp_path, text)
+    assert (result.code, record.verdict) == (0, "healthy")
+    assert record.steps[0].loss == pytest.approx(1e-4, rel=0.2)
+
+
+@pytest.mark.slow
+def test_cross_entropy_whose_gradient_is_rounded_by_the_script_is_not_healthy(tmp_path: Path) -> None:
+    rounded = "-F.one_hot(y, 10).mul(out - out.detach()).mean() + (out.softmax(-1).to(DTYPE).detach() * out).mean()"
+    result, record = run(tmp_path, CONVERGED.replace("LOSS", rounded).replace("DTYPE", "torch.float16"))
+    assert (result.code, record.verdict) == (1, "precision")
+
+
 @pytest.mark.parametrize(
     ("factor", "found"), [("1000", ["silent-overflow"]), pytest.param("1", [], marks=pytest.mark.slow)]
 )
