@@ -193,7 +193,7 @@ class DtypeContract:
     def _look(self, optimizers: Sequence[Optimizer]) -> tuple[KindDtypes, ...]:
         """Return the dtypes of the first optimizer by kind of parameter, with the state of the optimizers inside it."""
         models = self._models
-        names, policies = names_and_kinds(models), _policies(models.roots)
+        names, policies = names_and_kinds(models), cast_policies(models.roots)
         of_each = list(map(stepped_by, optimizers))
         shown: Sequence[torch.Tensor] = of_each[0]
         self._record_requested_precision(models.roots, policies.values(), shown)
@@ -241,7 +241,7 @@ class DtypeContract:
         self._asked |= given | ({"autocast": _name(lowered)} if lowered is not None else {})
 
 
-def _policies(roots: Iterable[nn.Module]) -> dict[int, CastPolicy]:
+def cast_policies(roots: Iterable[nn.Module]) -> dict[int, CastPolicy]:
     """Return the policy of the innermost distributed wrapper of each parameter, by the parameter's ``id``."""
     found: dict[int, CastPolicy] = {}
     are_several = distributed.is_available() and distributed.is_initialized()

@@ -565,10 +565,10 @@ def content_of(live: LiveStep, start: Start, largest: int) -> bytes:
     """Return the file of a live step right before its optimizer steps, with all data that a replay elsewhere needs.
 
     Raises:
-        CaptureError: the file would exceed ``largest`` bytes, or parts of the model are in other processes.
+        CaptureError: the file would exceed ``largest`` bytes, or it cannot hold weights of the model.
     """
     recorded, model, is_alone = live.recorded, live.recorded.model, start.processes == 1
-    if not is_alone and (why := why_in_parts(model)):
+    if why := why_in_parts(model):
         raise CaptureError(why)
     # A state_dict of its own might wait for other processes.
     optimizers = [one.state_dict() if is_alone or has_its_state(one) else None for one in live.watcher.optimizers]

@@ -29,6 +29,7 @@ from ampdbg.diagnosis.scale import is_nan_alone
 from ampdbg.errors import named_error
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
+from ampdbg.probes.dtype_contract import cast_policies
 from ampdbg.probes.loss_graph import is_loss_scale
 from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.seams import is_in_backward
@@ -80,6 +81,11 @@ NOT_REACHED = "step {} was not captured: the script made only {}, counted from 0
 PUT_OFF = "ampdbg did not replay {} for lack of time: replays take at most a tenth of the run's"
 
 HOOKED = "a wrapper such as DDP hooks its half weights, and a replay in FP32 would remove the hooks"
+
+SHARDED = (
+    "FSDP gathers its weights or casts them, and a replay could leave them so; without FSDP, under torch.autocast, "
+    "ampdbg replays it"
+)
 
 WITHIN_A_PASS = "its optimizer steps within the backward pass, which a replay would disturb"
 
@@ -361,7 +367,7 @@ class FailingSteps:
         watcher.optimizers.adopt(self.recorder.trained)
         model = watcher.models.as_one_module()
         half = self._half(model)
-        why_not = self._why_not_now(model, half)
+        why_not = self._why_not_now(model, half, why)
         if why_not:
             raise NotReplayableError(why_not)
         of = next((one.optimizer for one in watcher.steps if one.step == number), watcher.open_step.optimizer or 0)
@@ -393,8 +399,12 @@ class FailingSteps:
         )
         return LiveStep(facts, watcher, step, why_no_further, rewritten)
 
-    def _why_not_now(self, model: torch.nn.Module, half: Half | None) -> str:
-        """Return why no step of the loop can be replayed now, or "" if one can."""
+    def _why_not_now(self, model: torch.nn.Module, half: Half | None, why: Why) -> str:
+        """Return why the current step cannot be replayed, or "" if it can.
+
+        FSDP is ready for the next forward pass only after a backward pass, which the replay of a failing step may lack.
+        """
+        policies = cast_policies(self._watcher.models.roots).values()
         reasons = (
             ("other threads train too", self._watcher.has_other_loops),
             ("its model is not known", next(model.parameters(), None) is None),
@@ -402,6 +412,7 @@ class FailingSteps:
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             ("it runs a recorded CUDA graph, which runs in no other precision", bool(recorded_graphs(model))),
             (WITHIN_A_PASS, is_in_backward()),
+            (SHARDED, any(one.param_dtype or (one.name and why != "end") for one in policies)),
         )
         return next((reason for reason, holds in reasons if holds), "")
 

@@ -69,10 +69,10 @@ def with_rank(start: Start) -> Start:
 
 
 def why_in_parts(model: torch.nn.Module) -> str:
-    """Return why this process alone does not know the model's weights, or "" if it does."""
+    """Return why a file cannot hold the model's weights as this process has them, or "" if it can."""
     for name, parameter in model.named_parameters():
         if wraps_others(parameter) or hasattr(parameter, "_is_flat_param") or hasattr(parameter, "ds_id"):
-            return f"{name} is sharded over the processes, and gathering it would need all of them"
+            return f"{name} is a sharded or wrapped tensor, and a capture holds only whole, plain ones"
     return ""
 
 

@@ -200,7 +200,67 @@ def test_sharded_weights_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert why_in_parts(model) == ""
     vars(model[1].weight)["_is_flat_param"] = True
-    assert why_in_parts(model).startswith("1.weight is sharded over the processes")
+    assert why_in_parts(model).startswith("1.weight is a sharded or wrapped tensor")
+
+
+SHARDED = """
+import sys, torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+
+way, gain = sys.argv[1], float(sys.argv[2])
+store = distributed.HashStore()
+distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+if way == "FSDP1":
+    policy = MixedPrecision(param_dtype=torch.float16)
+    net = FullyShardedDataParallel(net, mixed_precision=policy, use_orig_params=True, device_id=torch.device("cpu"))
+else:
+    fully_shard(net, **({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)} if way == "policy" else {}))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+for step in range(14):
+    x, y = torch.randn(8, 16), torch.randint(8, (8,))
+    with torch.autocast("cpu", dtype=torch.float16, enabled=way == "autocast"):
+        h = net(x)
+        loss = nn.functional.cross_entropy(h.float(), y) + ((h * gain) @ (h * gain).t()).float().mean() * 1e-9
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("loss", step, loss.item(), flush=True)
+distributed.destroy_process_group()
+"""
+
+
+WITH_FSDP = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has none for a CPU")
+
+
+@WITH_FSDP
+@pytest.mark.parametrize("gain", ["1", pytest.param("900", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["policy", "autocast", pytest.param("FSDP1", marks=pytest.mark.slow)])
+def test_a_failing_step_under_fsdp_or_its_policy_is_not_replayed_and_training_is_unchanged(
+    tmp_path: Path, way: str, gain: str
+) -> None:
+    (tmp_path / "train.py").write_text(SHARDED, encoding="utf-8")
+    watched, plain = (
+        start(tmp_path, "run", "--captures=captures", *options, "train.py", way, gain)
+        for options in (("--record=r.json",), ("--no-watch",))
+    )
+    assert watched.stdout == plain.stdout
+    assert watched.stdout.count("loss") == 14
+    record, is_replayed = read_record(tmp_path / "r.json"), (way, gain) == ("autocast", "1")
+    is_refused = any("FSDP gathers its weights or casts them" in note for note in record.unseen.notes)
+    assert (is_refused, len(record.investigations)) == (not is_replayed, int(is_replayed))
+
+
+@WITH_FSDP
+@pytest.mark.slow
+def test_a_capture_of_sharded_weights_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHARDED, encoding="utf-8")
+    start(tmp_path, "run", "--record=r.json", "--capture-step=3", "train.py", "autocast", "1")
+    (note,) = read_record(tmp_path / "r.json").unseen.notes
+    refusal = "0.weight is a sharded or wrapped tensor, and a capture holds only whole, plain ones"
+    assert note == f"step 3 was not captured: {refusal}"
 
 
 def test_half_weights_with_gradient_hooks_are_detected_only_in_a_process_group() -> None:
