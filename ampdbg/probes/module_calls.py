@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -122,10 +122,23 @@ def _is_scripted(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
 
-def run_eagerly() -> AbstractContextManager[Any]:
-    """Make compiled functions and modules run their eager code inside the ``with`` block."""
-    # Without dynamo nothing is compiled yet, and setting a stance would import dynamo, which takes seconds.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+@contextlib.contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Make compiled functions and modules run their eager code inside the ``with`` block.
+
+    A compiled function may be running, such as an optimizer's step with hooks. It is continued afterwards.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and to import dynamo takes seconds
+        yield
+        return
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
+    compiling = set_eval_frame(None)  # torch sets no stance while it is not None
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        set_eval_frame(compiling)
 
 
 def recorded_graphs(model: torch.nn.Module) -> tuple[str, ...]:

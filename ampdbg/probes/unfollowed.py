@@ -11,13 +11,15 @@ from dataclasses import Field
 from functools import _lru_cache_wrapper as _Cached
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C import _dynamo as compiler
 
 from ampdbg.source.ownership import AMPDBG, codes_within
 
 PACKAGE = "ampdbg"
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 FOLLOWED = ("ampdbg.precision.pins",)
 """Modules with pins that become part of a script's model, so they are compiled with the model."""
@@ -37,6 +39,15 @@ _OURS = (str(AMPDBG), "<string>")
 """The files of ampdbg's code. The methods that a dataclass generates have the file "<string>"."""
 
 _done = {*FOLLOWED}
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Decorate a function that compiled code calls and that must run then, such as a hook of an optimizer's step.
+
+    Torch's own decorator for this imports the compiler.
+    """
+    vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 def exclude_from_compile() -> None:

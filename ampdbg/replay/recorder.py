@@ -52,7 +52,7 @@ from ampdbg.probes.seams import (
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import Mark, is_finite, nbytes, read_aside, times_written
-from ampdbg.probes.unfollowed import exclude_from_compile
+from ampdbg.probes.unfollowed import exclude_from_compile, uncompiled
 from ampdbg.replay.before import EarlierStates
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.random_state import RandomStates
@@ -597,6 +597,7 @@ class Recorder(TorchFunctionMode):
         gone = (made.call for made, *_ in self._now.losses if made is not None)
         return bool(led) and not led <= _dependencies_of(self._now.calls, gone)
 
+    @uncompiled
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_paused() or threading.get_ident() in self._scaling or self._is_inside_a_step():
             return
@@ -607,6 +608,7 @@ class Recorder(TorchFunctionMode):
             self._guard.run_hook(self._about_to_step, optimizer, None)
         self._now.has_stepped = self._now.is_stepping = True
 
+    @uncompiled
     def _behind_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_a_step():
             return

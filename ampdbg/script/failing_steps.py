@@ -31,7 +31,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.dtype_contract import cast_policies
 from ampdbg.probes.loss_graph import is_loss_scale
-from ampdbg.probes.module_calls import recorded_graphs
+from ampdbg.probes.module_calls import recorded_graphs, run_eagerly
 from ampdbg.probes.seams import is_in_backward
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.torch_errors import autocast_error
@@ -316,7 +316,7 @@ class FailingSteps:
 
     def _tried(self, why: Why, replay: Callable[[], Investigation]) -> tuple[Investigation | None, str]:
         """Replay a step while the script waits. Return the investigation, or None and the reason, or "" for no note."""
-        with held_signals(), self._policy.looking(why):
+        with held_signals(), run_eagerly(), self._policy.looking(why):
             try:
                 return replay(), ""
             except NotReplayableError as reason:
@@ -354,7 +354,7 @@ class FailingSteps:
         return made
 
     def _capture(self, live: LiveStep) -> None:
-        with self._watcher.paused(), held_signals(), torch.no_grad():
+        with self._watcher.paused(), held_signals(), run_eagerly(), torch.no_grad():
             self.captures.add(live)
 
     def _live(self, number: int, why: Why, loss: torch.Tensor | None = None, *, is_cut: bool = False) -> LiveStep:

@@ -384,3 +384,50 @@ def test_forward_mode_ad_and_vmap_train_as_without_ampdbg(way: str, tmp_path: Pa
     assert result.stdout == alone(tmp_path, str(tmp_path / "train.py"), way)
     assert (record.steps_run, record.error) == (7, "")
     assert (record.findings[0].code, record.findings[0].step) == ("unknown", 3)
+
+
+COMPILED_STEP = scripts.loop("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h + (h * gain @ (h * gain).t()).mean() * 1e-9)
+
+gain, net = float(sys.argv[1]), Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+step = torch.compile(optimizer.step if sys.argv[2] == "step" else lambda: optimizer.step(), backend="aot_eager")
+for _ in range(12):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(torch.randn(8, 8).cuda()).float().square().mean()
+    loss.backward()
+    step()
+    print(loss.item())
+""")
+"""Its arguments: the factor before the product, and what is compiled: the optimizer's step or a function with it."""
+
+
+@pytest.mark.parametrize(
+    ("gain", "found", "way"),
+    [
+        ("900", ["forward-overflow"], "step"),
+        pytest.param("900", ["forward-overflow"], "function", marks=pytest.mark.slow),
+        pytest.param("1", [], "step", marks=pytest.mark.slow),
+        pytest.param("1", [], "function", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_before_a_compiled_optimizer_step_is_replayed(
+    gain: str, found: list[str], way: str, tmp_path: Path
+) -> None:
+    result, record = run(tmp_path, COMPILED_STEP, gain, way)
+    (made,) = record.investigations
+    assert (made.step == 0) is bool(found)
+    causes = [(one.code, one.op) for one in record.findings if not one.code.startswith("misuse")]
+    assert causes == [(code, "aten.mm.default") for code in found]
+    assert record.unseen.notes == ()
+    assert "get_ident" not in result.stderr
+    assert "recompile_limit" not in result.stderr
+    assert result.stdout == run(tmp_path, COMPILED_STEP, gain, way, options=("--emulate", "--no-watch"))[0].stdout
