@@ -484,7 +484,8 @@ class Scaling(Evident):
         settled = self.settled_at
         if settled is None or self.are_many_unexplained:
             return ""
-        is_lower = settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
+        # A scale that has grown would grow again.
+        is_lower = not self.tries and settled < min(self.steps[0].scale, *(step.scale for step in self.skipped))
         start = f"starting at {number(settled)}" if self.is_own else f"GradScaler(init_scale={settled:g})"
         saving = f"; {start} saves the skipped steps" * is_lower
         return f"none is needed{' while they are so few' if self.unexplained else saving}"

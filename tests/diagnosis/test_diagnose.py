@@ -182,6 +182,7 @@ ADVICE = "none is needed; GradScaler(init_scale={}) saves the skipped steps"
         (".x..x.", 10_000, 16384.0, ADVICE.format(16384)),
         ("." * 30 + "x" + "." * 5, 30, 65536.0, "none is needed"),  # the initial scale
         ("." * 30 + "x", 30, 65536.0, "none is needed"),
+        ("x....x....x....", 4, 32768.0, "none is needed"),  # it grows to 65,536 again, wherever it starts
         ("x" + "." * 30, 10, 131072.0, "none is needed"),  # the grown scale would be skipped at the start
     ],
 )
