@@ -166,8 +166,8 @@ class OpenStep:
         self, index: int, iteration: Callable[[int], int], values: Iterator[float], *, has_own_scale: bool = False
     ) -> Step:
         """Return the Step with number ``index`` from the values of :meth:`scalars` on the host. ``iteration`` returns
-        how many steps of an optimizer came before. ``has_own_scale`` says that the loop has scaled an earlier loss
-        itself."""
+        how many steps of an optimizer came before. ``has_own_scale`` says that the loop's factor on the losses may be
+        a loss scale."""
         optimizer = self.optimizer or 0
         losses = {name: next(values) for name in self.losses}
         loss = sum(losses.values() if losses else (next(values) for _ in self.backward_losses), start=0.0)
@@ -193,13 +193,18 @@ class OpenStep:
         )
 
     def _own_scale(self, norm: float, left: float, *, is_known: bool) -> float:
-        """Return the loss scale that the loop applies itself, else 1. A large power of two is a loss scale. So is a
-        factor by which the loop has divided the gradients. The factor of a withheld step counts too, if an earlier step
-        had a scale. Otherwise the factor is a loss weight."""
-        is_withheld = self.skipped and is_known
+        """Return the loss scale that the loop applies itself, else 1.
+
+        A factor by which the loop has divided the gradients is a loss scale. One that leaves them as they are is a loss
+        weight, such as the batch size. If the gradients show neither, the factor counts if ``is_known``. It must also
+        be a large power of two, or the step withheld.
+        """
         has_norm = 0.0 < norm < math.inf  # zero, inf and NaN are the same at any scale
+        if has_norm and math.isclose(left, norm, rel_tol=DIVIDED):
+            return 1.0
         is_divided = has_norm and math.isclose(left, norm * self.factor, rel_tol=DIVIDED)
-        return self.factor if is_loss_scale(self.factor) or is_withheld or is_divided else 1.0
+        is_meant = is_known and (self.skipped or is_loss_scale(self.factor))
+        return self.factor if is_divided or is_meant else 1.0
 
 
 def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:

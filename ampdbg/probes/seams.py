@@ -1,9 +1,9 @@
 """The torch functions that a training loop calls, replaced while any watcher is attached.
 
 These functions are called seams. They are GradScaler's methods, ``backward``, ``autograd.grad``, clipping, schedulers,
-new optimizers, and casts, averages and exports of a model. One more seam lies between an optimizer's step and its post
-hooks. Watchers may attach and detach in any order: the last one restores torch. Meanwhile a warning of torch shows the
-user's line, and not the line of ampdbg's wrapper.
+new scalers and optimizers, and casts, averages and exports of a model. One more seam lies between an optimizer's step
+and its post hooks. Watchers may attach and detach in any order: the last one restores torch. Meanwhile a warning of
+torch shows the user's line, and not the line of ampdbg's wrapper.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ampdbg.source.ownership import AMPDBG, is_ampdbgs
 
 Seam = Literal[
     "scale", "unscale_", "step", "update", "get_scale",
-    "engine", "clip", "schedule", "optimizer", "written", "cast", "average", "export",
+    "engine", "clip", "schedule", "scaler", "optimizer", "written", "cast", "average", "export",
 ]  # fmt: skip
 
 Function = Callable[..., Any]
@@ -78,6 +78,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield torch.autograd, "_engine_run_backward", "engine"
     yield from ((torch.nn.utils, name, "clip") for name in ("clip_grad_norm_", "clip_grad_value_"))
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
+    yield GradScaler, "__init__", "scaler"
     yield torch.optim.Optimizer, "__init__", "optimizer"
     yield torch.optim.Optimizer, "_optimizer_step_code", "written"
     yield torch.nn.Module, "_apply", "cast"

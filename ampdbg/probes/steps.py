@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ampdbg import quantities
+from ampdbg.probes.loss_graph import is_loss_scale
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.tensors import Scalar, are_on_host, nonfinite_in_model, to_host
@@ -84,6 +85,7 @@ class StepLog:
         self._listed: set[int] = set()
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
         self.has_own_scale = False
+        self._loss_weights = set[float]()
         """True if the loop itself has multiplied a loss by a loss scale."""
         self.left_out = LeftOut()
         """The number of failing steps that were dropped."""
@@ -200,6 +202,10 @@ class StepLog:
             for step in made:
                 self._on_step(step)
 
+    def is_own_scale(self, factor: float) -> bool:
+        """True if the loop's factor on a loss counts as a loss scale: no earlier step shows that it is a weight."""
+        return self.has_own_scale or (is_loss_scale(factor) and factor not in self._loss_weights)
+
     def _iteration(self, optimizer: int) -> int:
         """Return how many steps of an optimizer have been read."""
         latest = self._latest.get(optimizer)
@@ -207,8 +213,10 @@ class StepLog:
 
     def _taken(self, ended: OpenStep, values: Iterator[float]) -> Step:
         """Complete a step from its numbers, log it to the journal, and keep it."""
-        step = ended.to_step(self.closed(), self._iteration, values, has_own_scale=self.has_own_scale)
+        step = ended.to_step(self.closed(), self._iteration, values, has_own_scale=self.is_own_scale(ended.factor))
         self.has_own_scale |= step.scale != 1.0 and not step.scaler
+        if step.scale == 1.0:
+            self._loss_weights.add(ended.factor)
         self._repaired += step.repaired
         if step.skipped or not math.isfinite(step.loss):
             step = self._with_bad_tensors(step)

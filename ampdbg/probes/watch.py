@@ -9,6 +9,7 @@ step is withheld, so loss and gradient norm are read together before each step.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 import weakref
@@ -39,6 +40,7 @@ from ampdbg.probes.seams import Seam, are_meta, attached, is_in_backward, is_tra
 from ampdbg.probes.step_hooks import hook_own_step, hooked_steps, steps_around, steps_under_way
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar, scalar_of, tensors_in
+from ampdbg.probes.unfollowed import uncompiled
 from ampdbg.probes.update_ledger import UpdateLedger
 from ampdbg.quantities import listed
 from ampdbg.record.run import Misuse, Record, Step, Unseen
@@ -101,6 +103,8 @@ class Watch:
         self.went_backward: Callable[[Collection[int], Collection[int]], None] = lambda wrote, cleared: None
         """Called after a backward pass with two collections of optimizer places: gradients that the pass wrote, and
         gradients that were cleared before it."""
+        self._declined = frozenset[int]()
+        """The ``id`` of each scaler that the script itself disabled. Torch also disables one that lacks its GPU."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -221,9 +225,10 @@ class Watch:
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         seen = self.contract.seen
-        scalers = self.calls.scalers.values()
+        scalers, declined = self.calls.scalers, self._declined
         may_be_on = emulated or torch.cuda.is_available()  # else torch disables the requested scaler
-        seen["asked"] |= {"GradScaler": "on"} if any(scalers) or (scalers and not may_be_on) else {}
+        is_asked = any(scalers.values()) or not (may_be_on or scalers.keys() <= declined)
+        seen["asked"] |= {"GradScaler": "on"} if is_asked else {}
         return Record(
             command="watch",
             created=self._created,
@@ -260,6 +265,11 @@ class Watch:
 
     def paused(self) -> AbstractContextManager[None]:
         return unwatched()
+
+    def _scaler_made(self, original: Original, scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+        original(scaler, *args, **kwargs)
+        is_on = _SCALER.bind(scaler, *args, **kwargs).arguments.get("enabled", True)
+        self._declined = (self._declined - {id(scaler)}) | ({id(scaler)} if not is_on else set())
 
     def _scale(self, original: Original, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
@@ -350,12 +360,14 @@ class Watch:
         self._loop.add_losses(losses)
         if scaler is not None:
             self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
+        going = self._loop.now
         if self._scales_by_hand and not scaled:
-            self._loop.now.factor = last_factor(roots)
+            going.factor = last_factor(roots)
         if len(self._loop.trained) > 1:  # further threads may write the gradients that would be compared
             self._loop.open.clear()
             return original(roots, *args, **kwargs)
         result = self.calls.backward(scaler, original, roots, *args, **kwargs)
+        going.factor = going.factor if self.calls.lowered else 1.0  # in FP32 alone it weights the loss
         self._went_backward(losses)
         return result
 
@@ -586,6 +598,7 @@ def _around(alive: weakref.ref[Watch], seam: Seam, original: Original, *args: An
         inside.pop()
 
 
+@uncompiled
 def _hooked(alive: weakref.ref[Watch], note: Original, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Handle the hook before or after every step of an optimizer. Before a step with a closure, return arguments with a
     wrapped closure. The ledger runs after the closure, which makes the gradients."""
@@ -618,6 +631,8 @@ def _followed(alive: weakref.ref[Watch], optimizer: Optimizer, closure: Any) -> 
     return followed
 
 
+_SCALER = inspect.signature(GradScaler.__init__)
+
 _SKIPPED_IF_DISABLED = ("step", "update", "get_scale")
 """These methods do nothing in a disabled scaler, so its loop counts as a loop without a scaler."""
 
@@ -631,6 +646,7 @@ _AROUND: Mapping[Seam, Original] = {
     "clip": Watch._clip,
     "written": Watch._written,
     "schedule": Watch._schedule,
+    "scaler": Watch._scaler_made,
     "optimizer": Watch._made,
     "cast": lambda watch, *args, **kwargs: watch.contract.cast(*args, **kwargs),
     "average": lambda watch, *args, **kwargs: watch.contract.averaged(*args, **kwargs),

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.loss_graph import SCALED_BY_HAND, is_loss_scale, leaves_beside, leaves_of_small_graph
+from ampdbg.probes.loss_graph import SCALED_BY_HAND, leaves_beside, leaves_of_small_graph
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.optimizers import stepped_by
 from ampdbg.probes.seams import (
@@ -919,13 +919,13 @@ class _Calls:
     def unscaled(self, made: Made, known: float) -> tuple[Made, float]:
         """Return the loss before the script multiplied it by its own loss scale, and that scale; else the loss and 1.
 
-        The scale is at least ``SCALED_BY_HAND``, and is ``known`` or a power of two. Any other factor weights a loss.
+        The scale is at least ``SCALED_BY_HAND``, and is ``known``. Any other factor weights a loss.
         """
         call = self.calls[made.call]
         factors = [one for one in call.given[0] if type(one) in (int, float) and one >= SCALED_BY_HAND]
         losses = [one for one in call.given[0] if isinstance(one, Made)]
         is_product = call.name in PRODUCTS and len(factors) == len(losses) == 1
-        if not is_product or not (factors[0] == known or is_loss_scale(factors[0])):
+        if not is_product or factors[0] != known:
             return made, 1.0
         return losses[0], float(factors[0])
 

@@ -30,7 +30,6 @@ from ampdbg.errors import named_error
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.dtype_contract import cast_policies
-from ampdbg.probes.loss_graph import is_loss_scale
 from ampdbg.probes.module_calls import recorded_graphs, run_eagerly
 from ampdbg.probes.seams import is_in_backward
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
@@ -312,7 +311,7 @@ class FailingSteps:
     def _own_scale(self) -> float:
         """The script's own factor on the open step's losses if that is known to be a loss scale, otherwise 1."""
         factor = self._watcher.open_step.factor
-        return factor if is_loss_scale(factor) or self._watcher.log.has_own_scale else 1.0
+        return factor if self._watcher.log.is_own_scale(factor) else 1.0
 
     def _tried(self, why: Why, replay: Callable[[], Investigation]) -> tuple[Investigation | None, str]:
         """Replay a step while the script waits. Return the investigation, or None and the reason, or "" for no note."""
@@ -402,7 +401,7 @@ class FailingSteps:
     def _why_not_now(self, model: torch.nn.Module, half: Half | None, why: Why) -> str:
         """Return why the current step cannot be replayed, or "" if it can.
 
-        FSDP is ready for the next forward pass only after a backward pass, which the replay of a failing step may lack.
+        FSDP is ready for a forward pass only after a backward pass, which a replay may lack.
         """
         policies = cast_policies(self._watcher.models.roots).values()
         reasons = (

@@ -191,7 +191,9 @@ def test_the_report_of_a_thinned_run_that_always_fails_counts_every_step() -> No
 
 
 OWN_SCALES = {
-    "a large power of two": (1024.0, 5.0, 5.0, False, 1024.0),
+    "a large power of two": (1024.0, 7.0, 5.0, False, 1024.0),
+    "a large power of two, in a step that is withheld": (1024.0, math.inf, None, True, 1024.0),
+    "a batch size": (64.0, 5.0, 5.0, False, 1.0),
     "a small power of two": (4.0, 5.0, 5.0, False, 1.0),
     "divided by again": (1000.0, 5000.0, 5.0, False, 1000.0),
     "divided by again, rounded": (1000.0, 5010.0, 5.0, False, 1000.0),

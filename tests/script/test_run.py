@@ -269,6 +269,31 @@ def test_autocast_for_cuda_without_a_gpu_is_reported_as_not_half(
     assert "ampdbg run --emulate train.py 400 3" in result.stderr
 
 
+IN_FP32 = scripts.loop("""
+net = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", enabled=sys.argv[1] == "on")
+for step in range(3):
+    loss = net(torch.randn(8, 8)).square().mean() * float(sys.argv[2])
+    print(loss.item())
+    STEP
+""")
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize(("scaler", "found"), [("on", ["not-half"]), ("off", [])])
+@pytest.mark.parametrize("factor", ["1", pytest.param("8", marks=pytest.mark.slow)])
+def test_fp32_training_is_reported_only_if_its_script_enables_a_scaler(
+    scaler: str, found: list[str], factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result, record = run(tmp_path, IN_FP32, scaler, factor, options=())
+    assert (result.code, [one.code for one in record.findings]) == (len(found), found)
+    assert record.asked == ({"GradScaler": "on"} if found else {})
+    assert {step.scale for step in record.steps} == {1.0}  # a batch size is no loss scale
+    assert record.steps[0].loss == pytest.approx(float(result.stdout.split()[0]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "verdict"), [("y.square()", "healthy"), ("y.log()", "other")])
 def test_the_page_of_an_fp32_script_says_that_fp32_was_used(tmp_path: Path, loss: str, verdict: str) -> None:
