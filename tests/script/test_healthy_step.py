@@ -282,3 +282,21 @@ def test_a_replay_in_fp32_that_runs_out_of_memory_is_named_as_the_reason(tmp_pat
     assert note.startswith("step 10 was not compared with FP32: its replay in FP32 failed: ")
     assert "OutOfMemoryError: CUDA out of memory" in note
     assert_unwatched_saves_the_same(tmp_path)
+
+
+UNSCALED = scripts.loop("""
+net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).cuda()
+optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", enabled=False)
+for step in range(12):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(net(torch.randn(8, 16).cuda()), torch.randint(4, (8,)).cuda()) * float(sys.argv[1])
+    STEP
+""")
+
+
+@pytest.mark.parametrize(("factor", "found"), [("1e-7", ["gradient-underflow"]), ("1", [])])
+def test_fp16_with_a_disabled_scaler_is_a_fault_only_where_it_flushes_gradients(
+    factor: str, found: list[str], tmp_path: Path
+) -> None:
+    _, record = run(tmp_path, UNSCALED, factor)
+    assert [one.code for one in record.findings] == found
