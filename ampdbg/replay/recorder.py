@@ -128,6 +128,12 @@ NOT_ALL_SEEN = "ampdbg did not see every call that its loss needs"
 TOO_LARGE = "the inputs of its micro-batches take more than the 1 GiB that ampdbg keeps"
 """Why a step with gradient accumulation cannot be replayed whole: its first micro-batches are dropped."""
 
+COMPILED = (
+    "the compiled function {} also runs a model or a backward pass; compile the model alone, or set "
+    "TORCHDYNAMO_DISABLE=1 for one run"
+)
+"""The reason why a step cannot be replayed if a compiled function hides the calls of its modules."""
+
 OF_SCALED = "its loss takes gradients of a scaled loss, and ampdbg did not see them divided by the loss scale"
 """The reason why a step cannot be replayed if its gradients contain the loss scale: no different scale can be tried."""
 
@@ -151,6 +157,8 @@ class _Thread:
         self.runs_closure: Optimizer | None = None
         """The optimizer that runs a closure in its step now; the closure computes the gradients."""
         self.inside = self.wrappers = self.compiled = 0
+        self.compiled_calls = list[int]()
+        """The numbers of the recorded calls of compiled functions that run now."""
         self.is_on = False
         self.prune_at, self.pruned_to, self.whole_at = PRUNED_FROM, -1, -1
         """When to prune, the last call that pruning examined, and the call from which it examines all calls again."""
@@ -342,30 +350,42 @@ class Recorder(TorchFunctionMode):
 
     def run_compiled(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a compiled function, and record it like a torch function. Meanwhile the mode is off, because
-        ``torch.compile`` would trace it too. A function that runs a backward pass is not a single call."""
+        ``torch.compile`` would trace it too. A function that runs a model or a backward pass is not a single call."""
         now, begun = self._now, list[_Begun]()
         was_on = now.is_on
-        is_noted = was_on and not now.inside and self._guard.run_hook(self._is_recorded, compiled, args, kwargs)
         self._off()
-        if is_noted:
+        if not now.inside and self._guard.run_hook(self._is_recorded, compiled, args, kwargs):
             self._guard.run_hook(self._begins, begun, OwnFunction(compiled, compiled), args, kwargs)
+        known = [noted.why_not for _, noted, _ in begun]
+        for number, noted, _ in begun:
+            noted.why_not = COMPILED.format(noted.name)
+            now.compiled_calls.append(number)
         now.compiled, now.inside = now.compiled + 1, now.inside + len(begun)
         try:
             result = compiled(*args, **kwargs)
         finally:
             now.compiled, now.inside = now.compiled - 1, now.inside - len(begun)
+            del now.compiled_calls[len(now.compiled_calls) - len(begun) :]
             if was_on:
                 self._guard.run_hook(self._on)
-        for one in begun:
-            self._guard.run_hook(self._compiled_returns, one, args, kwargs, result)
+        for one, why_not in zip(begun, known, strict=True):
+            self._guard.run_hook(self._compiled_returns, one, args, kwargs, result, why_not, was_on)
         return result
 
-    def _compiled_returns(self, begun: _Begun, args: Any, kwargs: Any, result: Any) -> None:
+    def _compiled_returns(
+        self, begun: _Begun, args: Any, kwargs: Any, result: Any, why_not: str, is_of_step: bool
+    ) -> None:
         number, noted, _ = begun
         results = (tensor for _, tensor in made_in(result))
-        if next(self._now.numbers) != number + 1 or leaves_beside(results, tensor_leaves((args, kwargs))):
-            noted.why_not = f"the compiled function {noted.name} also runs a model or a backward pass"
+        is_single = next(self._now.numbers) == number + 1
+        is_single = is_single and not leaves_beside(results, tensor_leaves((args, kwargs)))
+        noted.why_not = why_not if is_single else noted.why_not
+        if is_single and not is_of_step:  # such as the preparation of a batch
+            self._forget(number)
+            return
         self._returns(begun, args, kwargs, result)
+        if not is_single:  # no call of its modules prunes
+            self._prune()
 
     def _run(self, function: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run and record a function or a module call, but not the calls inside it."""
@@ -557,6 +577,7 @@ class Recorder(TorchFunctionMode):
         wrote = set[int]()
         for root, start in zip(roots, starts, strict=False):
             made = self._maker(root) if isinstance(root, torch.Tensor) else None
+            made = next((Made(number, "") for number in now.compiled_calls), made)
             now.losses.append((made, start, wrote))
             now.trained_at |= self._called_at(made)
         now.has_gone = True

@@ -365,15 +365,17 @@ class FailingSteps:
         watcher, before = self._watcher, self.recorder.before
         watcher.optimizers.adopt(self.recorder.trained)
         model = watcher.models.as_one_module()
-        half = self._half(model)
-        why_not = self._why_not_now(model, half, why)
+        why_not = self._why_not_now(model, why)
         if why_not:
             raise NotReplayableError(why_not)
+        half = self._half(model)
         of = next((one.optimizer for one in watcher.steps if one.step == number), watcher.open_step.optimizer or 0)
         scale, of_loop = self._scale(of), (model, tuple(watcher.optimizers))
         whole = partial(self.recorder.step, *of_loop, loss, watcher.stepping, scale, self._own_scale)
         modules = partial(self.recorder.modules, *of_loop)
         step, why_no_further = _recorded(whole, modules, why, is_cut=is_cut)
+        if half is None and not watcher.is_in_fp32:
+            raise NotReplayableError("the dtype of autocast is not known")
         spoilt = next((name for name, _ in nonfinite(before.changing(step.state))), "")
         if spoilt and why != "end":
             raise NotReplayableError(
@@ -398,7 +400,7 @@ class FailingSteps:
         )
         return LiveStep(facts, watcher, step, why_no_further, rewritten)
 
-    def _why_not_now(self, model: torch.nn.Module, half: Half | None, why: Why) -> str:
+    def _why_not_now(self, model: torch.nn.Module, why: Why) -> str:
         """Return why the current step cannot be replayed, or "" if it can.
 
         FSDP is ready for a forward pass only after a backward pass, which a replay may lack.
@@ -407,7 +409,6 @@ class FailingSteps:
         reasons = (
             ("other threads train too", self._watcher.has_other_loops),
             ("its model is not known", next(model.parameters(), None) is None),
-            ("the dtype of autocast is not known", half is None and not self._watcher.is_in_fp32),
             ("its weights were NaN or inf before it", are_weights_spoilt(model)),
             ("it runs a recorded CUDA graph, which runs in no other precision", bool(recorded_graphs(model))),
             (WITHIN_A_PASS, is_in_backward()),

@@ -618,6 +618,10 @@ def compiles_its_pass(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(run(x() + model(x()).mean().detach())).backward()
 
 
+def compiles_its_forward_pass(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(torch.compile(lambda value: model(value).mean(), backend="eager")(x())).backward()
+
+
 EARLIER = torch.ones(3, requires_grad=True) * 2
 
 REFUSED: dict[str, tuple[Loop, str]] = {
@@ -625,8 +629,25 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "a graph from before": (made_before, "ampdbg did not see every call that its loss needs"),
     "other weights": (steps_in_between, "an optimizer has stepped the weights of "),
     "a compiled pass": (compiles_its_pass, "the compiled function <lambda> also runs a model or a backward pass"),
+    "a compiled forward pass": (compiles_its_forward_pass, "the compiled function <lambda> also runs a model"),
     "nothing": (lambda model, scaler: None, "no loss went backward in it"),
 }
+
+
+def test_compiled_functions_outside_a_pass_leave_no_call_and_their_batches_are_freed() -> None:
+    model, batches = net(), list[weakref.ref[torch.Tensor]]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder() as recorder:
+        forward = torch.compile(lambda batch: model(batch).mean(), backend="eager")
+        prepare = torch.compile(lambda batch: batch * 2, backend="eager")
+        for _ in range(6):
+            batch = prepare(x())
+            batches.append(weakref.ref(batch))
+            loss = forward(batch)
+            loss.backward()
+            optimizer.step()
+            assert len(recorder._now.calls) <= 2
+    assert sum(batch() is not None for batch in batches) <= 2
 
 
 @pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)

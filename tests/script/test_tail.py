@@ -102,6 +102,54 @@ def test_a_healthy_run_with_a_compiled_loss_is_compared_with_fp32_and_unchanged(
     assert result.stdout == alone(tmp_path, "train.py", "-1", way)
 
 
+WHOLE_PASS = scripts.loop("""
+net = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+gain = float(sys.argv[2])
+
+def forward(x):
+    with torch.autocast("cuda", dtype=torch.float16):
+        z = net(x) * gain
+        return net(x).float().square().mean() + (z @ z.t()).float().mean() * 1e-9
+
+def both(x):
+    loss = forward(x)
+    loss.backward()
+    return loss
+
+if sys.argv[1] == "forward":
+    forward = torch.compile(forward, backend="aot_eager")
+else:
+    both = torch.compile(both, backend="aot_eager")
+for step in range(12):
+    optimizer.zero_grad()
+    print(both(torch.randn(4, 8).cuda()).item())
+    optimizer.step()
+""")
+"""Its arguments: the part of a pass that is compiled with its model, and the factor before a product."""
+
+
+@pytest.mark.parametrize("way", slow_except(["both"], ["forward", "both"]))
+@pytest.mark.parametrize("gain", ["1", "900"])
+def test_a_compiled_function_that_runs_a_model_is_named_with_what_helps(way: str, gain: str, tmp_path: Path) -> None:
+    result, record = run(tmp_path, WHOLE_PASS, way, gain)
+    refusal = f"the compiled function {way} also runs a model or a backward pass; compile the model alone, or set "
+    assert [refusal + "TORCHDYNAMO_DISABLE=1 for one run" in note for note in record.unseen.notes] == [True]
+    assert result.stdout == run(tmp_path, WHOLE_PASS, way, gain, options=("--emulate", "--no-watch"))[0].stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["forward", "both"])
+@pytest.mark.parametrize(("gain", "found"), [("1", []), ("900", ["forward-overflow"])])
+def test_a_run_without_the_compiler_replays_what_it_hides(
+    way: str, gain: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    _, record = run(tmp_path, WHOLE_PASS, way, gain)
+    assert [one.code for one in record.findings if not one.code.startswith("misuse")] == found
+    assert (len(record.investigations), record.unseen.notes) == (1, ())
+
+
 BALANCED = scripts.loop("""
 net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).cuda()
 optimizer = torch.optim.SGD(net.parameters(), 1e-3)
