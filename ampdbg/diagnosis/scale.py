@@ -209,6 +209,16 @@ class Scaling(Evident):
         return [step for step in self.steps if step.skipped]
 
     @cached_property
+    def has_scale(self) -> bool:
+        """True if a step has a scaler, or a loss scale of the script's own."""
+        return any(step.scaler or step.scale != 1.0 for step in self.steps)
+
+    @cached_property
+    def of_gradients(self) -> list[Step]:
+        """The skips due to gradients. Without a loss scale, a script that skips a lost loss ran no backward pass."""
+        return [step for step in self.skipped if self.has_scale or math.isfinite(step.loss)]
+
+    @cached_property
     def replayed(self) -> list[Evidence]:
         """The steps that were replayed because of their gradients."""
         return [Evidence(made, self.run) for made in self.run.investigations if made.why == "gradients"]
@@ -411,8 +421,8 @@ class Scaling(Evident):
 
     @property
     def many(self) -> int:
-        """The number of skipped steps, including omitted steps."""
-        return len(self.skipped) + self.run.left_out.skipped
+        """The number of steps skipped due to gradients, including omitted steps."""
+        return len(self.of_gradients) + self.run.left_out.skipped
 
     @property
     def cost(self) -> int:
@@ -509,8 +519,8 @@ class Scaling(Evident):
 
 
 KINDS: Mapping[Skips, Callable[[Scaling], bool]] = {
-    "none": lambda it: not it.skipped,
-    "own": lambda it: not any(step.scaler or step.scale != 1.0 for step in it.steps) and not it.faults,
+    "none": lambda it: not it.of_gradients,
+    "own": lambda it: not (it.has_scale or it.faults),
     "restarting": lambda it: it.are_many(it.lost_to_scalers) and not it.faults,
     "raised": lambda it: it.oscillates and not it.faults,
     "following": lambda it: it.follows_gradients,
@@ -578,8 +588,7 @@ SKIPS: tuple[Decision[Scaling], ...] = (
         UNKNOWN,
         "the script itself withholds steps, its last five among them, and no replay shows why",
         lambda it: it.skip_kind == "own" and not it.goes_on,
-        "the script itself withheld {many:d} of {ran:d} steps, the last among them: gradients were not finite, "
-        "although the loss was",
+        "the script itself withheld {many:d} of {ran:d} steps: gradients were not finite, although the loss was",
         {"skipped": "many"},
     ),
     Decision(

@@ -215,6 +215,23 @@ def test_steps_with_another_or_no_scaler_do_not_affect_where_a_scale_settles(oth
     assert finding.remedy == ADVICE.format(32768)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("NNNNNN", [("unknown", "forward", None)]),  # a lost loss runs no backward pass
+        ("xxxxxx", [("unknown", "backward", None)]),
+        ("...NN.xxxxxx", [("unknown", "forward", None), ("unknown", "backward", 0)]),
+        ("......", []),
+    ],
+)
+def test_only_finite_losses_have_gradients_for_which_the_script_itself_skips_steps(
+    pattern: str, found: list[tuple[str, str, int | None]]
+) -> None:
+    record = diagnosed([replace(step, scale=1.0) for step in steps_of(pattern)], script=ScriptRun("train.py"))
+    assert codes(record) == found
+    assert [one.evidence["skipped"] for one in record.findings if one.phase == "backward"] == [6] * ("x" in pattern)
+
+
 def test_each_optimizer_has_its_own_timeline_and_scale_findings() -> None:
     steps = of_optimizers(steps_of("x.x." + ".x" * 10 + "...."), "01" * 14)
     assert [len(one.steps) for one in record_of(steps).timelines] == [14, 14]

@@ -121,9 +121,10 @@ def test_half_weights_with_ddp_hooks_are_investigated_only_by_ampdbg_replay(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "copies", "criterion", "by hand"])
 def test_a_run_whose_script_skips_every_step_names_the_overflow_at_step_0(tmp_path: Path, how: str) -> None:
-    record, _, code = run_with_page(tmp_path, GIVES_UP, "always", how)
+    record, page, code = run_with_page(tmp_path, GIVES_UP, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, 10, 10)
+    assert "although the loss was" not in page
     replayed = start(tmp_path, "replay", captured(record)[0])
     assert "step 0 fails in 5 of 5 unchanged replays" in replayed.stdout, replayed.stderr
 
