@@ -99,8 +99,8 @@ class GradientState:
 class StepCount:
     """The steps and backward passes of one optimizer, and the moves of each scheduler.
 
-    ``bare`` is the last step of the optimizer's own on gradients that the scaler had unscaled; None once the scaler has
-    stepped it. ``on_skip`` is the number of the last step if the scaler skipped it.
+    ``bare`` is the last step of the optimizer's own on gradients that the scaler or the loop had unscaled; None once
+    the scaler has stepped it. ``on_skip`` is the number of the last step if the scaler skipped it.
     """
 
     steps: int = 0
@@ -119,15 +119,16 @@ class CallOrder:
         self.gradients: list[GradientState] = []
         self.progress: list[StepCount] = []
         self.doubtful: set[int] = set()
-        """The optimizers that stepped after a backward pass seemed to add to used gradients. From then on the caller
-        checks if used gradients are zero. It checks no others: a generator's loss fills a discriminator's gradients
-        without a step."""
+        """The optimizers with used gradients that the caller should check for zeros: once for each, and again after a
+        step on gradients that a backward pass seemed to add to used ones. It checks no others: a generator's loss fills
+        a discriminator's gradients without a step."""
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare_step_reported = False
 
     def add_optimizer(self) -> None:
         """Add an optimizer; its place is the number of optimizers before it."""
+        self.doubtful.add(len(self.gradients))
         self.gradients.append(GradientState())
         self.progress.append(StepCount())
 
@@ -144,6 +145,11 @@ class CallOrder:
         """Forget the state of an optimizer's gradients, which were cleared or rewritten."""
         self.gradients[optimizer] = GradientState()
 
+    def rewrite(self, optimizer: int) -> None:
+        """Note that code has written an optimizer's gradients. If it has read the scale, it has unscaled them."""
+        held = self.gradients[optimizer]
+        self.gradients[optimizer] = GradientState(unscaled=held.scaled if held.by_hand else None)
+
     def code_of_second_unscale(self, call: Call) -> str:
         """Return the code of a refused second ``unscale_``; "" if an accumulated micro-batch was already reported."""
         held = [self.gradients[index] for index in call.optimizers]
@@ -155,8 +161,10 @@ class CallOrder:
         return "misuse-unscale-twice" if same else NO_UPDATE
 
     def bare_instead(self, call: Call) -> Call | None:
-        """Return the optimizer's own step that replaced the scaler's, after which the scaler refuses ``call``."""
-        return next((bare for index in call.optimizers if (bare := self.progress[index].bare) is not None), None)
+        """Return the optimizer's own step that replaced the scaler's, after which the scaler refuses ``call``. A call
+        for no single optimizer may follow a step of any."""
+        of_each = (self.progress[index].bare for index in call.optimizers or range(len(self.progress)))
+        return next(filter(None, of_each), None)
 
     def code_of_late_unscale(self, call: Call) -> str:
         """Return the code of a refused ``unscale_`` after the step; with new gradients, an ``update()`` is missing."""
@@ -169,7 +177,8 @@ class CallOrder:
         if self.bare_step_reported:
             return ""
         waiting = any(self.carries_scale(index) == call.actor for index in range(len(self.gradients)))
-        return "misuse-accumulate" if waiting else "misuse-many-updates"
+        without_bare = "misuse-accumulate" if waiting else "misuse-many-updates"
+        return without_bare if self.bare_instead(call) is None else BARE_STEP
 
 
 def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
@@ -255,7 +264,7 @@ def _scale_has_changed(held: GradientState) -> Iterator[Hit]:
 
 def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
     for index in call.rewritten:
-        order.clear(index)
+        order.rewrite(index)
     for index in call.optimizers:
         held = order.gradients[index]
         if held.used or order.carries_scale(index) or (held.unscaled is not None and call.skipped):

@@ -15,6 +15,7 @@ UNSCALE = Call("unscale", optimizers=(0,))
 STEP = Call("step", optimizers=(0,))
 SKIP = Call("step", optimizers=(0,), skipped=True)
 BARE = Call("bare step", optimizers=(0,))
+DIVIDED = BARE._replace(rewritten=(0,))
 UPDATE = Call("update", actor=1)
 OTHER_UPDATE = Call("update", actor=2)
 GET_SCALE = Call("get_scale")
@@ -100,6 +101,14 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
         Hit("misuse-no-update", again),
     ),
     "stepped in the last window": ((FRESH, STEP, FRESH, no := refused("step", STEPPED)), Hit("misuse-no-update", no)),
+    "a bare step on gradients divided by hand": (
+        (FRESH, GET_SCALE, DIVIDED, no_step := refused("update", NOTHING)._replace(optimizers=())),
+        Hit("misuse-bare-step", DIVIDED._replace(raised=no_step.raised)),
+    ),
+    "one update more behind the step of another by hand": (
+        (FRESH, STEP, UPDATE, DIVIDED, twice := refused("update", NOTHING)._replace(optimizers=())),
+        Hit("misuse-many-updates", twice),
+    ),
     "an update too early": ((FRESH, early := refused("update", NOTHING)), Hit("misuse-accumulate", early)),
 }
 
@@ -129,10 +138,12 @@ def test_one_root_cause_has_one_hit() -> None:
     assert [hit.code for hit in hits(accumulated)] == ["misuse-accumulate"]
 
 
-def test_only_gradients_that_are_used_for_a_second_step_are_doubtful() -> None:
+def test_gradients_are_doubtful_once_and_again_where_a_second_step_uses_them() -> None:
     order = CallOrder()
     order.add_optimizer()
     order.add_optimizer()
+    assert order.doubtful == {0, 1}
+    order.doubtful.clear()  # as the caller does once it has looked
     for call in (FRESH, STEP, UPDATE, SCALED, FRESH, STEP, UPDATE, SCALED, UNSCALE):
         assert order.hits(call) == ()
         assert order.doubtful == set()

@@ -281,8 +281,10 @@ class Calls:
 
     def _filled(self, rewritten: Sequence[int]) -> tuple[int, ...]:
         """Return the optimizers in :attr:`CallOrder.doubtful` with gradients that a step used and nothing cleared."""
-        used = (place for place in tuple(self._order.doubtful) if self._order.gradients[place].used)
-        return tuple(place for place in used if place not in rewritten and not self._marks[place].are_cleared())
+        doubtful = self._order.doubtful.difference(rewritten)
+        used = [place for place in doubtful if self._order.gradients[place].used]
+        self._order.doubtful.difference_update(used)
+        return tuple(place for place in used if not self._marks[place].are_cleared())
 
     def _is_plain(self, roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
         """True if a scaler is in use but nothing can have scaled these losses; checks at most ``FEW`` passes."""

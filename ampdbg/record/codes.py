@@ -387,7 +387,7 @@ _CALLS = (
     _misuse(
         "misuse-bare-step",
         "optimizer",
-        "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients that no unscale_ has "
+        "the code calls optimizer.step() past the scaler: no bad step is skipped, and gradients that nothing has "
         "divided carry the loss scale",
         "replace it with scaler.step(optimizer), followed by scaler.update(); in an optimizer's own method, step only "
         "where the gradients are finite, behind scaler.unscale_(optimizer)",
