@@ -782,9 +782,19 @@ class LostLosses(Evident):
         taken = (step for step in bad if not step.skipped and self.replayed)
         return next(taken, self.applied or self._begins[0])
 
+    @cached_property
+    def spoiling(self) -> list[Step]:
+        """The first step that applied non-finite gradients, or else after which a parameter is not finite. Other
+        optimizers' timelines have none, and neither has a run whose parameters are finite after each step."""
+        if self.first_spoilt is None or any(bad_weights(self.whole)):
+            return []
+        applied = (one for one in self.whole.steps if one.found_inf and not (one.skipped or one.repaired))
+        first = next(applied, self.first_spoilt.step)
+        return [step for step in self.run.steps if step is first]
+
     @property
     def _begins(self) -> list[Step]:
-        return self.steps or self.repaired
+        return self.steps or self.repaired or self.spoiling
 
     @cached_property
     def applied(self) -> Step | None:
@@ -796,7 +806,8 @@ class LostLosses(Evident):
     def what(self) -> str:
         """The non-finite value at ``origin``."""
         is_of_loss = not math.isfinite(self.origin.loss)
-        return f"the loss is {number(self.origin.loss)}" if is_of_loss else "gradients are not finite"
+        of_gradients = f"{'gradients' if self.origin.found_inf else 'weights'} are not finite"
+        return f"the loss is {number(self.origin.loss)}" if is_of_loss else of_gradients
 
     def place(self, row: Decision[Any]) -> Mapping[str, Any]:
         phase = "backward" if math.isfinite(self.origin.loss) else "forward"
@@ -838,6 +849,13 @@ class LostLosses(Evident):
 
 
 LOST: tuple[Decision[LostLosses], ...] = (
+    Decision(
+        UNKNOWN,
+        "a parameter is not finite after a step, no loss that ampdbg saw is lost, and no replay shows why",
+        lambda lost: not (lost.steps or lost.repaired),
+        "{what} at step {origin.step:d}, and {first_spoilt.counts.name} holds {first_spoilt.values} after step "
+        "{first_spoilt.step.step:d}: ampdbg saw no loss that is not finite, and replayed no such step",
+    ),
     Decision(
         UNKNOWN,
         f"the script replaces gradients of inf or NaN in over one step of {SELDOM_REPAIRED}, and no replay shows why",

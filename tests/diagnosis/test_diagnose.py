@@ -232,6 +232,21 @@ def test_only_finite_losses_have_gradients_for_which_the_script_itself_skips_ste
     assert [one.evidence["skipped"] for one in record.findings if one.phase == "backward"] == [6] * ("x" in pattern)
 
 
+@pytest.mark.parametrize(("is_spoilt", "is_applied", "step"), [(True, True, 2), (True, False, 5), (False, True, None)])
+def test_weights_that_no_lost_loss_explains_are_unknown_at_the_first_applied_gradients(
+    is_spoilt: bool, is_applied: bool, step: int | None
+) -> None:
+    spoilt = TensorCounts("parameter", "head.weight", inf=0, nan=4, size=4, first_index=(0,), when="after")
+    steps = [replace(one, scale=1.0) for one in steps_of("......")]
+    if is_applied:  # an optimizer may leave such gradients out itself, which its finite weights show
+        steps[2:] = [replace(one, found_inf=True, groups=(group(0),)) for one in steps[2:]]
+    steps[5] = replace(steps[5], nonfinite=(spoilt,) * is_spoilt)
+    found = [one for one in diagnosed(steps, script=ScriptRun("train.py")).findings if one.severity == "error"]
+    assert [(one.code, one.step) for one in found] == [("unknown", step)] * is_spoilt
+    begins = "gradients" if is_applied else "weights"
+    assert all(one.message.startswith(f"{begins} are not finite at step {step}, and head.weight") for one in found)
+
+
 def test_each_optimizer_has_its_own_timeline_and_scale_findings() -> None:
     steps = of_optimizers(steps_of("x.x." + ".x" * 10 + "...."), "01" * 14)
     assert [len(one.steps) for one in record_of(steps).timelines] == [14, 14]
