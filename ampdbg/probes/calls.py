@@ -184,6 +184,7 @@ class Calls:
         self,
         scaled_by: Any,
         engine: Callable[..., Any],
+        takes: Sequence[Any],
         roots: Sequence[Any],
         starts: Sequence[torch.Tensor | None],
         *args: Any,
@@ -191,7 +192,8 @@ class Calls:
     ) -> Any:
         """Run a backward pass from the losses ``roots``, and record which optimizers' gradients it wrote.
 
-        ``scaled_by`` is the losses' scaler, or None. The rest goes to the engine; ``starts`` are the first gradients.
+        ``scaled_by`` is the losses' scaler, or None. Of the weights that it ``takes``, the pass returns gradients, with
+        which the loop replaces the optimizer's. The rest goes to the engine; ``starts`` are the first gradients.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
         is_off = "" in self.scalers.values()  # a disabled scaler: the loop runs without scaling on purpose
@@ -200,12 +202,13 @@ class Calls:
         is_plain = not scaler and self._is_plain(roots, starts)
         devices = [root.device.type for root in roots if isinstance(root, torch.Tensor)]
         in_autocast, before = any(map(is_autocast_enabled, devices[:1])), [marks.now() for marks in self._marks]
-        rewritten = self.rewritten()
+        returned = self.owners(takes)
+        rewritten = tuple({*self.rewritten(), *returned})
         filled = self._filled(rewritten) if scaler else ()
         originals = [(place, marks, marks.now()) for place, (_, marks) in self._originals.items()]
         cleared = {place for place, marks, _ in originals if marks.are_rewritten()}
         self.last_moved = {place for place in cleared if any(before[place])}
-        cleared |= set(rewritten).difference(self._originals)
+        cleared |= set(rewritten).difference(self._originals, returned)
         try:
             result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
@@ -214,6 +217,7 @@ class Calls:
         for marks in (*self._marks, *(marks for _, marks, _ in originals)):
             marks.renew()
         written = [place for place, state in enumerate(before) if self._marks[place].noted != state]
+        written += returned
         added = [place for place in written if place in filled and self._marks[place].have_grown(before[place])]
         copied = [place for place, marks, state in originals if marks.noted != state]
         self.last_pass_places = (*written, *copied), tuple(sorted(cleared - self.last_moved))

@@ -165,11 +165,16 @@ class Measures:
         elif norm is not None:
             self._keep(optimizer, Gradients(norm, groups=self._groups(optimizer, norm), is_early=is_early))
 
-    def after_backward(self, optimizer: Optimizer, wrote: Collection[int]) -> None:
+    def after_backward(
+        self, optimizer: Optimizer, wrote: Collection[int], returned: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
         """Measure gradients after a backward pass, if the loop itself may withhold the step or repair them. ``wrote``
-        holds the places of the optimizers with gradients that the pass wrote. On a GPU this does not sync."""
+        holds the places of the optimizers with gradients that the pass wrote. ``returned`` are gradients that it has
+        given to the loop instead. On a GPU this does not sync."""
+        if self._calls.place_of(optimizer) not in wrote:
+            return
         written = self._calls.written_for(optimizer)
-        norm = gradient_norm(written) if self._calls.place_of(optimizer) in wrote else None
+        norm = gradient_norm(written) if returned is None else _norm_of_any([*filter(torch.is_tensor, returned)], 1.0)
         if norm is not None:
             self._step_of(optimizer).left_norms.setdefault(id(optimizer), []).append(norm)
 

@@ -62,6 +62,7 @@ class OpenStep:
         left_norms: The norms of an optimizer's gradients after each backward pass, by its ``id``. Measured for a loop
             that scales its loss itself, or that writes gradients after its passes.
         factor: The number by which such a loop has multiplied its loss.
+        is_returned: The last backward pass has returned its gradients to the loop, as ``autograd.grad`` does.
     """
 
     backward_losses: list[Scalar] = field(default_factory=list)
@@ -85,6 +86,7 @@ class OpenStep:
     first_closure: list[Scalar] = field(default_factory=list)
     left_norms: dict[int, list[Scalar]] = field(default_factory=dict)
     factor: float = 1.0
+    is_returned: bool = False
 
     def begin_bare(self, optimizer: int, **facts: Any) -> None:
         """Record that the loop itself calls ``step()`` of the optimizer with this ``id``, maybe with a closure. The

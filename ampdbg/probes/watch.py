@@ -59,8 +59,8 @@ FEW_PASSES = 4
 UNWATCHED = "from step {} on ampdbg noted nothing, because it failed itself: {}; please report it"
 SEVERAL = "several threads run loops, so ampdbg does not judge the order of their calls"
 UNSEEN = (
-    "the weights change, but ampdbg saw no call of an optimizer's step: it follows no loop that writes weights itself, "
-    "as in hooks of the backward pass"
+    "the weights change, but ampdbg saw no call of an optimizer's step. A loop may write weights itself, as in hooks "
+    "of the backward pass: each pass then counts as a step, and none is compared with FP32"
 )
 LEFT = "replays may have changed {}: another thread of the script may use it, so they did not restore it"
 
@@ -91,10 +91,12 @@ class Watch:
         self._interrupted = False
         self._clears_sound = self._scales_by_hand = self._writes_gradients = self._adds_in_copies = False
         self._writes_itself = False
+        self._waiting: tuple[OpenStep, ...] = ()
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step ends; True means that it was withheld or repaired, or that its loss is not finite."""
-        self.lost: Callable[[Optimizer], None] = lambda optimizer: None
-        """Called for a loss that is known to be non-finite, before the optimizer writes the weights."""
+        self.lost: Callable[[Optimizer | None], None] = lambda optimizer: None
+        """Called for a loss that is known to be non-finite, before the optimizer writes the weights. None if the loop
+        may write them itself."""
         self.withheld: Callable[[Optimizer], None] = lambda optimizer: None
         """Called for non-finite gradients of a finite loss, before the optimizer writes the weights. With a scaler it
         is called after the scaler has withheld the step. Gradients that the script has repaired count too."""
@@ -170,8 +172,8 @@ class Watch:
 
     @property
     def has_unseen_steps(self) -> bool:
-        """True if the loop has written its weights itself and no optimizer has stepped. A loss then belongs to no
-        single step."""
+        """True if the loop has written its weights itself and no optimizer has stepped. Then each backward pass counts
+        as a step, until the next one finds its gradients cleared."""
         return self._writes_itself and not self.optimizers.have_stepped
 
     @property
@@ -345,14 +347,14 @@ class Watch:
             return original(roots, *args, **kwargs)
         self.learn()
         self._loop.trained.add(threading.get_ident())
-        if not kwargs.get("accumulate_grad", True):
+        takes = () if kwargs.get("accumulate_grad", True) else args[3]
+        if takes:
             self.calls.grad(roots, creates_graph=bool(args[2]))
-            return original(roots, *args, **kwargs)
+            if not self.ends_in_weights(*args):
+                return original(roots, *args, **kwargs)
         original = partial(self.ledger.in_a_pass, original)
         scaled = scaler_marks(roots)
         scaler = scaled[0].by if scaled else None
-        if self.ledger.passes < FEW_PASSES and not scaled:
-            self._scales_by_hand = self._scales_by_hand or is_scaled_by_hand(roots)
         losses = [mark.loss for mark in scaled] or list(map(scalar_of, tensors_in(roots)))
         self._loop.forget_early()
         if self._loop.now.stepped:  # new losses end a step that was already taken
@@ -361,17 +363,23 @@ class Watch:
         if scaler is not None:
             self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
         going = self._loop.now
-        if self._scales_by_hand and not scaled:
-            going.factor = last_factor(roots)
+        if not scaled:
+            self._note_factor(roots)
         if len(self._loop.trained) > 1:  # further threads may write the gradients that would be compared
             self._loop.open.clear()
             return original(roots, *args, **kwargs)
-        result = self.calls.backward(scaler, original, roots, *args, **kwargs)
+        result = self.calls.backward(scaler, original, takes, roots, *args, **kwargs)
         going.factor = going.factor if self.calls.lowered else 1.0  # in FP32 alone it weights the loss
-        self._went_backward(losses)
+        self._went_backward(losses, result if takes else None)
         return result
 
-    def _went_backward(self, losses: list[Scalar]) -> None:
+    def ends_in_weights(self, starts: Any, keeps_graph: bool | None, creates_graph: bool, inputs: Any, *_: Any) -> bool:
+        """True if ``autograd.grad`` with these arguments is the backward pass of a step. It takes gradients of weights,
+        which the loop itself gives to the optimizer. It also frees the graph, so no other pass can follow."""
+        self.learn()
+        return not (keeps_graph or self._loop.now.running) and bool(self.calls.owners(inputs))
+
+    def _went_backward(self, losses: list[Scalar], returned: Sequence[torch.Tensor | None] | None) -> None:
         passes = self.ledger.passes  # checked after passes 1, 2, 4, ... until a step
         if not self.optimizers.have_stepped and passes & (passes - 1) == 0:
             self._writes_itself = self._writes_itself or self.optimizers.have_other_weights
@@ -380,17 +388,36 @@ class Watch:
         wrote, cleared = self.calls.last_pass_places
         if self.log.has_named_losses:
             wrote, cleared = tuple(range(len(self.optimizers))), ()
-        cleared = (*cleared, *filter(self._withholds, tuple(self._loop.open)))
+        withholds = self._withholds if returned is None else self._is_left
+        cleared = (*cleared, *filter(withholds, tuple(self._loop.open)))
         given_up = self._loop.went_backward(losses, wrote, cleared)
         # The loop itself may withhold their steps, or repair their gradients.
         for optimizer in self.optimizers if self._scales_by_hand or self._writes_gradients else ():
-            self._measures.after_backward(optimizer, wrote)
+            self._measures.after_backward(optimizer, wrote, returned)
+        self._loop.now.is_returned = returned is not None
         for step in given_up:
-            self._give_up(step)
+            if self._loop.now.is_returned or not step.is_returned:  # else a loss of meta-learning has used them
+                self._give_up(step)
         self.went_backward(wrote, cleared)
+        self._look_behind_a_pass(wrote)
+
+    def _note_factor(self, roots: Any) -> None:
+        """Note the factor of losses that no scaler has scaled, if the loop has a loss scale of its own."""
+        if self.ledger.passes < FEW_PASSES:
+            self._scales_by_hand = self._scales_by_hand or is_scaled_by_hand(roots)
+        if self._scales_by_hand:
+            self._loop.now.factor = last_factor(roots)
+
+    def _look_behind_a_pass(self, wrote: Collection[int]) -> None:
+        """Examine a step whose weights may be written next. ``wrote`` holds the places of optimizers with gradients."""
+        step, may_write = self._loop.now, self._clears_sound or not self.optimizers.have_stepped
+        if may_write and step.scaler is None and not step.has_finite_loss():
+            self.lost(None)
         for optimizer in self.optimizers:
-            if id(optimizer) == self._loop.now.running:  # its closure has run, and it writes the weights next
-                self._look_before_a_step(optimizer, self._loop.now)
+            if id(optimizer) == step.running:  # its closure has run, and it writes the weights next
+                self._look_before_a_step(optimizer, step)
+        if self.has_unseen_steps and not wrote:  # hooks of the pass have used and cleared the gradients
+            self._end_waiting(self._loop.close())
 
     def _withholds(self, place: int) -> bool:
         """True if the loop has withheld the open step of an optimizer, though it has not just cleared its gradients.
@@ -404,6 +431,10 @@ class Watch:
         self._adds_in_copies |= is_sound and is_moved
         return not is_sound and (is_lower or self.optimizers.have_stepped)
 
+    def _is_left(self, place: int) -> bool:
+        """True if the open step of an optimizer has ended: the loop can use no such gradients, or has used them."""
+        return self.has_unseen_steps or not self._loop.open[place].is_known_sound()
+
     def _look_for_copies(self) -> None:
         """Find optimizers that step copies of the weights of a backward pass that wrote no optimizer's gradients. The
         weights are those of one model, or of all with gradients."""
@@ -416,10 +447,14 @@ class Watch:
 
     def _give_up(self, step: OpenStep) -> None:
         """End a step without an update: all its gradients were cleared before any optimizer stepped."""
+        if self.has_unseen_steps:
+            self._end_waiting(step)
+            return
         step.read_losses_aside()
-        is_sound = self.has_unseen_steps or step.is_known_sound()
+        is_sound = step.is_known_sound()
         # A loop that clears the gradients of finite losses abandons no step: the pass has another purpose, as in SAM.
-        self._clears_sound |= is_sound and step.mark is None and self.optimizers.have_stepped
+        # Neither does one that wrote its weights behind such a pass, before an optimizer's first step.
+        self._clears_sound |= bool(self._waiting) or (is_sound and step.mark is None and self.optimizers.have_stepped)
         step.skipped = not (is_sound or self._clears_sound)
         if step.skipped:  # else the losses belong to no step
             if not step.is_known_finite():
@@ -428,6 +463,14 @@ class Watch:
                     self.gave_up()
                 finally:
                     self._loop.now = after
+            self._end(step)
+
+    def _end_waiting(self, *steps: OpenStep) -> None:
+        """End the step in which the loop wrote its weights itself. ``steps`` wait until the next call: if an optimizer
+        steps meanwhile, the loop wrote the weights for another purpose. A scaler may withhold its steps unseen."""
+        known = tuple(one for one in steps if one.backward_losses and one.scaler is None)
+        waiting, self._waiting = self._waiting, known
+        for step in waiting:
             self._end(step)
 
     def _clip(self, original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -557,6 +600,9 @@ class Watch:
             step.skipped |= not (step.stepped or self.has_unseen_steps or is_sound)
             if step.skipped or (step.bare_step_facts and step.stepped):
                 self._close()
+            elif self.has_unseen_steps:
+                self._end_waiting(self._loop.close())
+                self._end_waiting()
             self.log.finish()
 
 

@@ -226,6 +226,8 @@ class Recorder(TorchFunctionMode):
         """The dtypes of the autocast regions that were entered, those inside modules too."""
         self._entered: list[Recorder] = []
         self.before = EarlierStates()
+        self.ends_in_weights: Callable[..., bool] = lambda *arguments: False
+        """Returns True if ``autograd.grad`` with these arguments is the backward pass of a step."""
         self.looking: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns the context manager entered around each recorded call; a null context once the script compiles."""
         self._guard = Guard()
@@ -312,6 +314,8 @@ class Recorder(TorchFunctionMode):
         if name in ("__get__", "__set__") and getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS:
             return False
         if function in NOT_RECORDED or (self._now.wrappers and name in HOOKS):
+            return False
+        if function is torch.autograd.grad and self.ends_in_weights(*_of_the_engine(*args, **kwargs)):
             return False
         if self._guard.failure or self._is_paused() or _may_be_tracing():
             return False
@@ -552,7 +556,7 @@ class Recorder(TorchFunctionMode):
     def _run_backward(self, original: Callable[..., Any], roots: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the autograd engine; its arguments are (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         now = self._now
-        is_step = kwargs.get("accumulate_grad", True) and not is_in_backward()
+        is_step = not is_in_backward() and (kwargs.get("accumulate_grad", True) or self.ends_in_weights(starts, *args))
         was_on, now.was_on = now.is_on or now.was_on, False
         self._off()
         if is_step:
@@ -786,6 +790,12 @@ class Recorder(TorchFunctionMode):
             if not trained_at or trained_at & self._called_at(self._maker(loss)):
                 return loss
         return None
+
+    def has_gradients_of(self, loss: torch.Tensor) -> bool:
+        """True if the script has taken gradients of the loss, or of a value computed from it, with autograd.grad."""
+        made, calls = self._maker(loss), self._now.calls
+        grads = (number for number, call in calls.items() if call.function is torch.autograd.grad)
+        return made is not None and made.call in _dependencies_of(calls, grads)
 
     def watch_given_up_loss(self, loss: torch.Tensor, on_given_up: Callable[[], None]) -> None:
         """Let the next backward pass call ``on_given_up`` unless it includes the loss."""
@@ -1129,6 +1139,20 @@ def _may_be_tracing() -> bool:
     """Return ``is_tracing()``, but evaluate it only after cheap checks, because a step has many functions."""
     is_any = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
     return (is_any or is_fx_tracing()) and is_tracing()
+
+
+def _of_the_engine(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *_: Any,
+    **__: Any,
+) -> tuple[Any, ...]:
+    """Return what ``autograd.grad`` with these arguments gives the engine behind its outputs."""
+    keeps_graph = create_graph if retain_graph is None else retain_graph
+    return grad_outputs, keeps_graph, create_graph, (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

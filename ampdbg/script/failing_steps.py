@@ -221,6 +221,7 @@ class FailingSteps:
         watcher.gave_up = self._on_given_up_pass
         watcher.ended = self.step_ended
         watcher.went_backward = self.recorder.went_backward
+        self.recorder.ends_in_weights = watcher.ends_in_weights
         watcher.log.poisoned = lambda: set(self.recorder.before.poisoned(watcher.models.named_buffers()))
         watcher.models.called = lambda: self.recorder.called
         watcher.contract.autocast_dtype = self.recorder.autocast_dtype
@@ -260,8 +261,8 @@ class FailingSteps:
         self.recorder.give_up_loss()
         self._watcher.learn()
         self._fails("loss", None, loss)
-        value, log = float(loss.detach()), self._watcher.log
-        self.recorder.watch_given_up_loss(loss, lambda: log.end_without_backward(value, is_skipped=True))
+        value, log, is_skipped = float(loss.detach()), self._watcher.log, not self.recorder.has_gradients_of(loss)
+        self.recorder.watch_given_up_loss(loss, lambda: log.end_without_backward(value, is_skipped=is_skipped))
 
     def _on_given_up_pass(self) -> None:
         """Handle a lost loss that the loop has discarded: its gradients are cleared and a later pass has run."""
@@ -409,7 +410,7 @@ class FailingSteps:
         reasons = (
             ("other threads train too", self._watcher.has_other_loops),
             ("its model is not known", next(model.parameters(), None) is None),
-            ("its weights were NaN or inf before it", are_weights_spoilt(model)),
+            ("NaN or inf already went into its weights", are_weights_spoilt(model)),
             ("it runs a recorded CUDA graph, which runs in no other precision", bool(recorded_graphs(model))),
             (WITHIN_A_PASS, is_in_backward()),
             (SHARDED, any(one.param_dtype or (one.name and why != "end") for one in policies)),
@@ -552,7 +553,8 @@ class FailingSteps:
         )
         if made is not None or self._watcher.log.batch or not ending.code:
             loss_of_step = made.low.loss if made is not None else math.nan
-            self._watcher.log.end_without_backward(loss_of_step, is_skipped=not ending.code)
+            is_taken = bool(ending.code) or (loss is not None and self.recorder.has_gradients_of(loss))
+            self._watcher.log.end_without_backward(loss_of_step, is_skipped=not is_taken)
         else:
             self.why_ended = f"{how} in step {step}, after a forward pass without a backward pass"
             is_said = ending.error is not None and named_error(ending.error) in why_not

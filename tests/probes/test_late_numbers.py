@@ -124,7 +124,7 @@ def test_a_lost_loss_is_known_in_its_own_step(reads: list[int], scaled: bool) ->
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_lost_loss_with_finite_gradients_is_known_early_if_the_scaler_waits(reads: list[int], fused: bool) -> None:
-    loop, told = Loop(scaled=True, fused=fused), list[torch.optim.Optimizer]()
+    loop, told = Loop(scaled=True, fused=fused), list[torch.optim.Optimizer | None]()
     with watch(loop.model, loop.optimizer) as watching:
         watching.lost = told.append
         for beside in (0.0, math.nan, 0.0):
