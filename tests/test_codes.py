@@ -40,7 +40,10 @@ CATALOGUE = "record/codes.py"
 RULES = "lint/rules/"
 """A rule of lint may find in source code the misuse that a diagnosis finds in a run."""
 
-IN_TWO_MODULES = {"mask-constant": "found by an op's numbers, and by the error of torch"}
+IN_TWO_MODULES = {
+    "mask-constant": "found by an op's numbers, and by the error of torch",
+    "misuse-clip-scaled": "found by the order of calls, and by the norm of the gradients",
+}
 
 
 def words(tree: ast.Module) -> set[str]:

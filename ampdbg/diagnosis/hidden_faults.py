@@ -39,7 +39,13 @@ OF_FP16_WEIGHTS = (
     "gradients"
 )
 HELD_DOWN = "give each loss its own backward pass and GradScaler: at a larger scale other gradients overflow"
-SILENT, UNDERFLOW = "silent-overflow", "gradient-underflow"
+SILENT, UNDERFLOW, CLIPPED = "silent-overflow", "gradient-underflow", "misuse-clip-scaled"
+
+SAME_NORM, STEPS_OF_A_NORM = 1e-3, 5
+"""Gradients have the norm of a limit if it differs by at most this share over this number of steps."""
+
+SHRUNK = 10.0
+"""Gradients that a script may divide for other reasons, such as micro-batches, are smaller by less than this factor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +106,19 @@ class HiddenFault(Evidence):
         it."""
         is_led = self.is_far or self.is_off or self.made.choice is not None
         return is_led and self.hidden is None and not self.is_flushed and not self.made.rounded_angles
+
+    @cached_property
+    def limit(self) -> float | None:
+        """The norm to which the script itself limits gradients that carry the loss scale, or None.
+
+        The norm of scaled gradients is then the same in each step, and the step's own gradients are far larger.
+        Gradients that ``unscale_`` divides are measured there, before a limit.
+        """
+        steps = (one for one in self.run.steps if one.scaler and one.step <= self.made.step)
+        norms = [one.grad_norm * one.scale for one in steps if one.grad_norm][-STEPS_OF_A_NORM:]
+        is_same = len(norms) == STEPS_OF_A_NORM and max(norms) <= (1.0 + SAME_NORM) * min(norms)
+        is_shrunk = is_same and self.low.grad_norm * self.low.scale >= SHRUNK * norms[-1]
+        return norms[-1] if is_shrunk else None
 
     @property
     def has_rounded_angles(self) -> bool:
@@ -190,6 +209,13 @@ OF_ANGLES = (
 )
 
 HIDDEN: tuple[Decision[HiddenFault], ...] = (
+    Decision(
+        CLIPPED,
+        "scaled gradients have the same norm in each step, and the step's own are at least 10 times as large",
+        lambda fault: fault.limit is not None,
+        "the script limits gradients that carry the loss scale: their norm is {limit} in each step; divided by "
+        "{low.scale}, it is far below the step's own {low.grad_norm}",
+    ),
     Decision(
         SILENT,
         "an op overflows FP16's limit, everything after it is finite, and the step is far from FP32",
