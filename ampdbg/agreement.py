@@ -55,9 +55,14 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
     ``floor`` is the FP32 replay on weights rounded to half; None if it was not needed or did not run.
     """
-    noise = (floor.gradient_distance or 0.0) if floor else 0.0
+    noise = gradient_noise(floor)
     limit = max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise) if noise < NOISE_LIMIT else math.inf
     return (low.gradient_distance or 0.0) <= limit and losses_agree(low, fp32, floor)
+
+
+def gradient_noise(floor: Replay | None) -> float:
+    """Return how far rounding the weights alone moves the gradients, as a share of their norm; 0 if not known."""
+    return (floor and floor.gradient_distance) or 0.0
 
 
 def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
@@ -73,7 +78,7 @@ def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 def is_beyond_noise(low: Replay, floor: Replay | None) -> bool:
     """True if gradients that agree with FP32's are still further from them than rounding explains. False if the noise
     floor is smaller than half's own rounding: it shows nothing then."""
-    noise, distance = (floor.gradient_distance or 0.0) if floor else 0.0, low.gradient_distance or 0.0
+    noise, distance = gradient_noise(floor), low.gradient_distance or 0.0
     is_known = noise >= 2.0 ** -(FORMATS.get(low.dtype, FLOAT16).precision + 2)
     return is_known and distance > max(GRADIENT_WARNING, BEYOND_NOISE * noise)
 

@@ -14,6 +14,7 @@ from ampdbg.agreement import (
     LOST_ENERGY,
     NOISE_FLOORS,
     agrees,
+    gradient_noise,
     is_beyond_noise,
     is_comparable,
     losses_agree,
@@ -145,7 +146,7 @@ class HiddenFault(Evidence):
         """True if an op chooses differently than in FP32, such as the box for an object, and the loss agrees. A loss
         counts as agreeing where rounding the weights alone moves the gradients far, and no less than half does."""
         floor, distance = noise_floor(self.made), self.low.gradient_distance or 0.0
-        noise = (floor.gradient_distance or 0.0) if floor else 0.0
+        noise = gradient_noise(floor)
         is_noise = noise > GRADIENT_AGREEMENT and distance <= NOISE_FLOORS * noise
         return self.made.choice is not None and (is_noise or losses_agree(self.low, self.made.reference, floor))
 

@@ -130,8 +130,8 @@ class Suspect:
     @property
     def is_explained(self) -> bool:
         """True if the op's numbers show why it fails; a constant, such as a mask, explains nothing."""
-        by_value = self.overflows or self.overflows_in_half_alone or self.departs
-        return not self.is_constant and (by_value or self.is_flushed or self.is_below_zero)
+        shown = self.overflows, self.overflows_in_half_alone, self.departs, self.is_flushed, self.is_below_zero
+        return any(shown) and not self.is_constant
 
     # Text of messages
 
