@@ -131,7 +131,7 @@ OUTCOMES = {
     "bisect_gradients": Outcome(
         findings=(GRADIENT, COLLAPSE),
         pins=(("body", ("backward", CAST, 27)), ("head", ("backward", CAST, 28))),
-        search=("guided", "found", 0, True, 7, 3),
+        search=("guided", "found", 0, True, 10, 3),
     ),
     "bisect_example": Outcome(
         findings=(("forward-overflow", "error", 18, "forward", "", "aten.mul.Tensor", 45),),
