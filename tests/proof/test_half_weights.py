@@ -249,7 +249,7 @@ from torch import nn
 
 torch.manual_seed(0)
 model = nn.Linear(64, 32, bias=False).to(torch.bfloat16)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)  # with another, updates are lost too
 for step in range(2500):
     sign = torch.randn(64, 32).sign() * (1.0 if step < 50 else 0.01)
     loss = (model(torch.eye(64).bfloat16()) * sign).sum()
