@@ -536,19 +536,10 @@ def _parts_of_functions(values: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, K
     found, met = list[tuple[Any, Kind]](), set[int]()
     while functions := [(one, kind) for one, kind in values if kind in CALLS and id(one) not in met]:
         met |= {id(one) for one, _ in functions}
-        parts = _inside((one, kind) for one, kind in functions if kind is not FUNCTION or _is_users_function(one))
+        parts = _inside((one, kind) for one, kind in functions if kind is not FUNCTION or _is_users_own(one))
         values = [*parts, *_inside(one for one in parts if one[1] is CELL)]
         found += values
     return found
-
-
-@functools.cache
-def _is_users_code(file: str) -> bool:
-    return is_users_file(file)
-
-
-def _is_users_function(function: FunctionType) -> bool:
-    return _is_users_code(function.__code__.co_filename)
 
 
 def _inside(holders: Iterable[tuple[Any, Kind]]) -> list[tuple[Any, Kind]]:
@@ -565,9 +556,9 @@ def _of_kinds(values: Iterable[Any]) -> list[tuple[Any, Kind]]:
 
 
 def _is_users_own(value: Any) -> bool:
-    """True if the class, or the class of the object, is the user's."""
-    cls = value if isinstance(value, type) else type(value)
-    return _is_of_users_file(sys.modules.get(cls.__module__))
+    """True if the class or function, or the class of the object, is the user's. So is a decorated function."""
+    own = value if isinstance(value, (type, FunctionType)) else type(value)
+    return _is_of_users_file(sys.modules.get(own.__module__))
 
 
 @functools.cache

@@ -135,6 +135,11 @@ def listed(x, seen=[]):
     seen.append(1)
     return x * (1 + 0.001 * len(seen))
 
+@torch.no_grad()
+def factor(seen=[]):
+    seen.append(1)
+    return 1 + 0.001 * len(seen)
+
 def drawn(seed):
     generator = torch.Generator().manual_seed(seed)
     return lambda x: x + 0.001 * torch.randn(x.shape, generator=generator)
@@ -163,6 +168,8 @@ def main(kind):
         if kind == "a dict":
             mean["of"] = 0.9 * mean.get("of", 0.0) + 0.1 * output.detach().float().mean()
             return output - mean["of"].to(output.dtype)
+        if kind == "a decorated function":
+            return output * factor()
         ways = {"a counter": count, "an attribute": counted, "a default": listed, "a generator": noise}
         return ways[kind](output) if kind in ways else output
 
@@ -191,6 +198,7 @@ IN_CLOSURES = [
     "a counter",
     "an attribute",
     "a default",
+    "a decorated function",
     "a generator",
     "a local class",
     "a tensor's hook",
